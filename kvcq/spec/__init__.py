@@ -1,0 +1,1 @@
+"""Torch-free vocabulary shared by every room: geometry, recipe, codec spec, plan, digests."""

@@ -1,0 +1,85 @@
+"""Headers of the intermediate artifacts: ``stats.json`` and ``fit.json``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvcq.spec.base import SpecModel
+from kvcq.spec.files import FileEntry, TensorEntry
+from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.identity import Identity, Provenance
+from kvcq.spec.plan import LayerPlan
+from kvcq.spec.recipe import Recipe
+
+
+class DataSource(SpecModel):
+    """Where text came from: labels of the sources, never their content, and a digest of the token ids."""
+
+    sources: tuple[str, ...]
+    sha256: str
+    template: str
+    packing: str
+    seq_len: int
+    wanted_tokens: int | None = None
+    got_tokens: int
+
+
+class StatsHeader(SpecModel):
+    """``stats.json``: what was measured, on what, and how.
+
+    `sequences` and `probe` hold digests of token ids (unsalted: stats are as private as the text).
+    `tokens` counts the tokens behind the moments (the probe is excluded); `longest` is the longest sequence.
+    """
+
+    format: Literal["kvcq.stats"] = "kvcq.stats"
+    version: Literal[1] = 1
+    identity: Identity
+    provenance: Provenance
+    geometry: ModelGeometry
+    data: DataSource
+    sequences: tuple[str, ...]
+    probe: tuple[str, ...]
+    probe_split: bool = False
+    tokens: int = Field(ge=0)
+    longest: int = Field(ge=0)
+    rows: int = Field(ge=0)
+    query_rows: int = Field(ge=0)
+    seed: int
+    dtype: str
+    chunk: int
+    skipped: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str]
+    files: tuple[FileEntry, ...] = ()
+
+
+class FitHeader(SpecModel):
+    """``fit.json``: the recipe as run, the plan, and the served tensors.
+
+    Attributes:
+        stats_digest: SHA-256 of the canonical ``stats.json``.
+        collected_context: Longest position behind the statistics.
+        target_context: Context length the statistics were averaged for; equal to `collected_context` without one.
+        tensors_digest: SHA-256 of the canonical tensor index and all tensor data, in index order.
+        notes: Measured facts of the fit worth reporting, e.g. |mean k|^2 / variance by layer.
+    """
+
+    format: Literal["kvcq.fit"] = "kvcq.fit"
+    version: Literal[1] = 1
+    recipe: Recipe
+    stats_digest: str
+    identity: Identity
+    provenance: Provenance
+    geometry: ModelGeometry
+    calibration: DataSource
+    collected_context: int
+    target_context: int
+    plan: tuple[LayerPlan, ...]
+    tensors: tuple[TensorEntry, ...]
+    tensors_digest: str
+    notes: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str]
+    files: tuple[FileEntry, ...] = ()

@@ -1,0 +1,137 @@
+"""``report.json``: what validate measured. No timestamps, paths or timings: those go to ``run.json``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvcq.spec.base import SpecModel
+from kvcq.spec.files import FileEntry
+from kvcq.spec.header import DataSource
+from kvcq.spec.identity import Identity, Provenance
+from kvcq.spec.plan import Windows
+
+
+class AttentionMetrics(SpecModel):
+    """Attention fidelity averaged over the query heads and query positions of a set of heads.
+
+    Relative errors are squared-norm ratios, ``sum |x - x_hat|^2 / sum |x|^2``, in un-rotated coordinates.
+
+    Attributes:
+        k_error, v_error: Relative error of keys and values that were coded.
+        k_centred_error: As k_error, relative to the keys' energy around their mean.
+        k_query_error: Key error weighted by the query second moment.
+        qk_error: Mean squared error of the scaled logits, each query's mean shift removed.
+        sv_error: Relative error of S V_hat against S V with exact softmax weights S.
+        kl: Mean KL(S || S_hat) in nats, full causal softmax, learned sinks included.
+        kl_geometric: Geometric mean of the KL over heads.
+        kl_p95: 95th percentile of the KL over (head, query).
+        kl_history: Mean KL of the softmax restricted to the quantized keys.
+        top1: Share of queries whose arg-max key is unchanged, all keys.
+        top1_history: The same over the quantized keys.
+        output_error: Relative error of the attention output.
+        output_centred_error: The same with the output's mean over queries removed from both.
+    """
+
+    k_error: float
+    v_error: float
+    k_centred_error: float
+    k_query_error: float
+    qk_error: float
+    sv_error: float
+    kl: float
+    kl_geometric: float
+    kl_p95: float
+    kl_history: float
+    top1: float
+    top1_history: float
+    output_error: float
+    output_centred_error: float
+
+
+class ContextReport(SpecModel):
+    """All layers at one context length."""
+
+    context: int
+    passages: int
+    queries: int
+    quantized_share: float
+    metrics: AttentionMetrics
+
+
+class LayerReport(SpecModel):
+    """One layer at the longest context; `kl_heads` has one mean KL per query head.
+
+    `mean_ratio` is |mean k|^2 / variance of the keys, the largest over the KV heads.
+    """
+
+    layer: int
+    mean_ratio: float
+    metrics: AttentionMetrics
+    kl_heads: tuple[float, ...]
+
+
+class FoldDecision(SpecModel):
+    """Whether the value rotation may be folded into W_O: decided by the relative logit error of a real fold."""
+
+    layer: int
+    fold: bool
+    error: float | None
+    reason: str
+
+
+class CanarySummary(SpecModel):
+    """The recorded canary: file, and how far quantized log-probs are from exact ones (RMS, nats)."""
+
+    file: FileEntry
+    tokens: int
+    deviation: float
+
+
+class ArtifactReport(SpecModel):
+    """One artifact, or the BF16 reference (then `tensors_digest` is None)."""
+
+    name: str
+    method: str
+    tensors_digest: str | None
+    windows: Windows
+    target_context: int | None
+    bits: dict[str, float]
+    quantized_layers: tuple[int, ...]
+    skipped_layers: dict[str, str]
+    contexts: tuple[ContextReport, ...]
+    layers: tuple[LayerReport, ...]
+    folds: tuple[FoldDecision, ...] = ()
+    canary: CanarySummary | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class GateResult(SpecModel):
+    """One gate applied to one artifact."""
+
+    artifact: str
+    metric: str
+    context: int
+    limit: float
+    direction: Literal["max", "min"]
+    value: float
+    passed: bool
+
+
+class Report(SpecModel):
+    """``report.json``, the record that pack seals into a bundle."""
+
+    format: Literal["kvcq.report"] = "kvcq.report"
+    version: Literal[1] = 1
+    identity: Identity
+    provenance: Provenance
+    data: DataSource
+    semantics: Literal["by-query", "served"]
+    queries_per_context: int
+    cast: str
+    artifacts: tuple[ArtifactReport, ...]
+    gates: tuple[GateResult, ...] = ()
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str]
+    command: str = Field(default="")
