@@ -1,1 +1,1 @@
-
+"""Thin Typer commands, one file a verb."""

@@ -1,1 +1,1 @@
-
+"""Calibration text to token sequences."""

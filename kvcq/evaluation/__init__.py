@@ -1,1 +1,1 @@
-
+"""Fidelity of a quantized cache: attention metrics, the canary, gates."""

@@ -1,1 +1,1 @@
-
+"""One short file a method: statistics to plan, transforms and codecs."""

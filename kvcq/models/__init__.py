@@ -1,1 +1,1 @@
-
+"""Loading models, their identity and geometry, and the attention hook."""

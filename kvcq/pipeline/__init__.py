@@ -1,1 +1,1 @@
-
+"""One function a verb: request in, result out."""

@@ -9,9 +9,7 @@ from pydantic import Field, StringConstraints
 from kvcq.spec.base import SpecModel
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-FileName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9]{1,16}){1,2}$|^README\.md$")
-]
+FileName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}(\.[a-z0-9]{1,16}){1,2}$|^README\.md$")]
 
 
 class FileEntry(SpecModel):

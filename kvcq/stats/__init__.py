@@ -1,1 +1,1 @@
-
+"""Mergeable streaming statistics of attention inputs and outputs."""

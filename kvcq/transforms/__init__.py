@@ -1,1 +1,1 @@
-
+"""Invertible linear maps of head vectors."""
