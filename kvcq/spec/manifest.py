@@ -11,20 +11,8 @@ from kvcq.spec.header import DataSource
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import LayerPlan
 from kvcq.spec.recipe import Recipe
+from kvcq.spec.report import BitsEntry as BitsEntry
 from kvcq.spec.report import ContextReport, FoldDecision, GateResult
-
-
-class BitsEntry(SpecModel):
-    """Bits per element of the quantized layers at one context, every stored byte counted.
-
-    `total` = `codes` + `metadata` + `windows`; windows are the BF16 sink rows and the recent ring.
-    """
-
-    context: int
-    codes: float
-    metadata: float
-    windows: float
-    total: float
 
 
 class ValidationSummary(SpecModel):

@@ -72,6 +72,19 @@ class LayerReport(SpecModel):
     kl_heads: tuple[float, ...]
 
 
+class BitsEntry(SpecModel):
+    """Bits per element of the quantized layers at one context, every stored byte counted.
+
+    `total` = `codes` + `metadata` + `windows`; windows are the BF16 sink rows and the recent ring.
+    """
+
+    context: int
+    codes: float
+    metadata: float
+    windows: float
+    total: float
+
+
 class FoldDecision(SpecModel):
     """Whether the value rotation may be folded into W_O: decided by the relative logit error of a real fold."""
 
@@ -90,7 +103,14 @@ class CanarySummary(SpecModel):
 
 
 class ArtifactReport(SpecModel):
-    """One artifact, or the BF16 reference (then `tensors_digest` is None)."""
+    """One artifact, or the BF16 reference (then `tensors_digest` is None).
+
+    Attributes:
+        bits: Total bits per element by context, keys are contexts in tokens.
+        storage: The same totals broken down.
+        bytes_per_token: Marginal bytes of one more token, all layers and heads, BF16 layers included.
+        constants_bytes: Transforms, offsets and codebooks: paid once, whatever the context.
+    """
 
     name: str
     method: str
@@ -98,6 +118,9 @@ class ArtifactReport(SpecModel):
     windows: Windows
     target_context: int | None
     bits: dict[str, float]
+    storage: tuple[BitsEntry, ...] = ()
+    bytes_per_token: float | None = None
+    constants_bytes: int | None = None
     quantized_layers: tuple[int, ...]
     skipped_layers: dict[str, str]
     contexts: tuple[ContextReport, ...]
