@@ -1,0 +1,168 @@
+"""The codec of one side, keys or values, of all KV heads of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcq.codecs.clip import clip_rows
+from kvcq.codecs.codebook import lookup, nearest
+from kvcq.codecs.encoded import Encoded
+from kvcq.codecs.packing import CODES_PER_BYTE, pack2, unpack2
+from kvcq.codecs.uniform import FP16_MAX, decode_uniform, encode_uniform
+from kvcq.errors import CorruptArtifactError, UnsupportedError
+from kvcq.spec.codec import VQ_GROUP, CodecSpec
+
+RHO_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class SideCodec:
+    """Encode r = (x - offset) A; the dual map S = A^(-T) serves products and the way back.
+
+    Attributes:
+        spec: The codec.
+        transform: A [H, d, d] float32, None for the identity.
+        dual: S [H, d, d] float32 (A itself when orthogonal), None for the identity.
+        offset: [H, d] float32, None when not centred.
+        words: Snapped centroids [H, d/4, words, 4] float32 of ``group_vq``.
+        cast: Dtype in which serving holds transforms and rows; None is exact.
+    """
+
+    spec: CodecSpec
+    transform: Tensor | None
+    dual: Tensor | None
+    offset: Tensor | None
+    words: Tensor | None
+    cast: torch.dtype | None
+
+    @classmethod
+    def build(
+        cls,
+        side: str,
+        spec: CodecSpec,
+        shape: tuple[int, int],
+        tensors: Mapping[str, Any],
+        *,
+        cast: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SideCodec:
+        """Read the tensors of one side (``k`` or ``v``) by role.
+
+        Args:
+            side: Prefix of the roles: ``k`` or ``v``.
+            spec: The codec.
+            shape: KV heads and head dim.
+            tensors: Arrays or tensors by role; roles that the codec does not use are ignored.
+            cast: Serving dtype of transforms and rows.
+            device: Where to compute.
+
+        Raises:
+            UnsupportedError: a quantizer without a per-row codec here, or groups that do not fit the head dim.
+            CorruptArtifactError: a tensor is missing or has another shape.
+        """
+        heads, d = shape
+        _check(side, spec, d)
+
+        def load(role: str, *wanted: int) -> Tensor:
+            name = f"{side}.{role}"
+            if name not in tensors:
+                raise CorruptArtifactError(f"tensor {name} is missing", fix="the codec needs it")
+            tensor = torch.as_tensor(tensors[name], device=device)
+            if len(wanted) != tensor.ndim or any(w not in (0, n) for w, n in zip(wanted, tensor.shape, strict=True)):
+                raise CorruptArtifactError(
+                    f"tensor {name} has shape {list(tensor.shape)}", fix=f"expected {list(wanted)} (0: any)"
+                )
+            return tensor.to(torch.float32)
+
+        def held(role: str) -> Tensor:
+            exact = load(role, heads, d, d)
+            return exact if cast is None else exact.to(cast).to(torch.float32)
+
+        transform = None if spec.transform == "identity" else held("transform")
+        words = None
+        if spec.quantizer == "group_vq":
+            words = load("codebook", heads, d // VQ_GROUP, 0, VQ_GROUP)
+            if spec.codebook == "int8":
+                words = words * load("codebook_scale", heads, d // VQ_GROUP)[..., None, None]
+        return cls(
+            spec=spec,
+            transform=transform,
+            dual=held("query") if spec.transform == "metric" else transform,
+            offset=load("offset", heads, d) if spec.centred else None,
+            words=words,
+            cast=cast,
+        )
+
+    def frame(self, x: Tensor) -> Tensor:
+        """Return the stored rows r = (x - offset) A [H, T, d], float32 (float64 for float64 input)."""
+        rows = _exact(x)
+        if self.offset is not None:
+            rows = rows - self.offset.unsqueeze(1).to(rows.dtype)
+        if self.transform is not None:
+            rows = torch.bmm(rows, self.transform.to(rows.dtype))
+        return rows if self.cast is None else rows.to(self.cast).to(rows.dtype)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return x = r S^T + offset [H, T, d] in the original frame."""
+        x = _exact(rows)
+        if self.dual is not None:
+            x = torch.bmm(x, self.dual.to(x.dtype).mT)
+        return x if self.offset is None else x + self.offset.unsqueeze(1).to(x.dtype)
+
+    def encode(self, rows: Tensor) -> Encoded:
+        """Code frame rows [H, T, d]."""
+        spec = self.spec
+        if spec.quantizer == "none":
+            empty = rows.new_empty(*rows.shape[:2], 0)
+            return Encoded(rows, empty, empty, torch.zeros((), dtype=torch.int64, device=rows.device))
+        rows = rows.to(torch.float32)
+        if self.words is not None:
+            return self._encode_vq(rows, self.words)
+        codes, scale, bias, clamped = encode_uniform(clip_rows(rows, spec.clip), spec.groups, spec.bits, spec.metadata)
+        return Encoded(pack2(codes) if spec.bits == 2 else codes, scale, bias, clamped)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Return frame rows [H, T, d] float32 (quantizer ``none``: the rows as they came)."""
+        if self.spec.quantizer == "none":
+            return encoded.codes
+        if self.words is not None:
+            heads, tokens, groups = encoded.codes.shape
+            index = encoded.codes.transpose(1, 2).reshape(heads * groups, tokens)
+            found = lookup(index, self.words.flatten(0, 1)).reshape(heads, groups, tokens, VQ_GROUP)
+            return found.transpose(1, 2).flatten(2) * encoded.scale.float()
+        codes = unpack2(encoded.codes) if self.spec.bits == 2 else encoded.codes
+        return decode_uniform(codes, encoded.scale, encoded.bias, self.spec.metadata)
+
+    def _encode_vq(self, rows: Tensor, words: Tensor) -> Encoded:
+        """Code rows by group: index of the word nearest to r / rho, rho the stored RMS of the row (NOVA-KV)."""
+        heads, tokens, d = rows.shape
+        rho = rows.square().mean(-1, keepdim=True).sqrt().clamp(min=RHO_FLOOR)
+        clamped = torch.zeros((), dtype=torch.int64, device=rows.device)
+        if self.spec.metadata == "fp16-bias":
+            clamped = (rho > FP16_MAX).sum()
+            rho = rho.clamp(max=FP16_MAX).half()
+        divisor = rho.float()
+        # A row too small for float16 stores rho 0 and decodes to 0 whatever its index.
+        x = torch.where(divisor > 0, rows / torch.where(divisor > 0, divisor, 1.0), 0.0)
+        grouped = x.reshape(heads, tokens, d // VQ_GROUP, VQ_GROUP).transpose(1, 2).flatten(0, 1).contiguous()
+        index = nearest(grouped, words.flatten(0, 1))
+        codes = index.reshape(heads, d // VQ_GROUP, tokens).transpose(1, 2).contiguous()
+        return Encoded(codes, rho, torch.zeros_like(rho), clamped)
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def _check(side: str, spec: CodecSpec, d: int) -> None:
+    if spec.quantizer not in ("none", "uniform", "group_vq"):
+        raise UnsupportedError(f"quantizer {spec.quantizer} has no codec by row", where=f"plan, {side}")
+    if d % CODES_PER_BYTE or d % spec.groups:
+        raise UnsupportedError(f"head dim {d} does not split into 4-code bytes and {spec.groups} groups", where=side)
+    if spec.quantizer == "group_vq" and (spec.clip < 1.0 or spec.bits != 2):
+        raise UnsupportedError("group_vq takes neither a clip nor other bits than 2", where=f"plan, {side}")

@@ -1,0 +1,56 @@
+"""Eigenvectors with one answer: float64, one thread, fixed signs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcq.transforms.hadamard import hadamard
+from kvcq.transforms.permutation import spread_order
+from kvcq.transforms.threads import single_threaded
+
+# Two magnitudes this close count as equal for the sign rule: rounding must not choose between them.
+SIGN_TIE = 1e-9
+
+
+def fix_signs(vectors: Tensor) -> Tensor:
+    """Flip columns of [..., d, n] so that the component of largest magnitude is positive.
+
+    Of components within a relative 1e-9 of the largest magnitude, the one with the lowest index decides.
+    """
+    size = vectors.abs()
+    largest = size.amax(-2, keepdim=True)
+    pivot = (size >= largest * (1.0 - SIGN_TIE)).to(torch.uint8).argmax(-2, keepdim=True)
+    return torch.where(vectors.gather(-2, pivot) < 0, -vectors, vectors)
+
+
+def eigh_sorted(matrix: Tensor, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues [H, d] and eigenvectors [H, d, d] (columns) of symmetric matrices [H, d, d], in float64.
+
+    The matrix is symmetrised first. Equal eigenvalues keep the order and the vectors of LAPACK's single-threaded
+    solver; `descending` reverses the ascending order.
+    """
+    exact = matrix.to(torch.float64)
+    with single_threaded():
+        values, vectors = torch.linalg.eigh((exact + exact.mT) / 2)
+    if descending:
+        values, vectors = values.flip(-1), vectors.flip(-1)
+    return values, fix_signs(vectors)
+
+
+def compose_oscar(vectors: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Return R = U diag(signs) H P [H, d, d] of OSCAR (`r_h_pbr`), float64 (arXiv 2605.17757).
+
+    H flattens the second moment whose ascending eigenvectors are `vectors`: diag(R^T C R) = trace(C) / d when d
+    is a power of two. P changes nothing while one scale covers the head.
+
+    Args:
+        vectors: U [H, d, d], columns in ascending order of eigenvalue.
+        signs: +-1 for each eigenvector, broadcastable to [H, d]; none by default.
+    """
+    exact = vectors.to(torch.float64)
+    if signs is not None:
+        exact = exact * signs.to(torch.float64).unsqueeze(-2)
+    d = vectors.shape[-1]
+    mixed = torch.matmul(exact, hadamard(d).to(exact.device))
+    return mixed[..., spread_order(d).to(exact.device)]
