@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvcq.spec.base import SpecModel
-from kvcq.spec.files import FileEntry, TensorEntry
+from kvcq.spec.files import FileEntry, Sha256, TensorEntry
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import LayerPlan
@@ -31,6 +31,7 @@ class StatsHeader(SpecModel):
 
     `sequences` and `probe` hold digests of token ids (unsalted: stats are as private as the text).
     `tokens` counts the tokens behind the moments (the probe is excluded); `longest` is the longest sequence.
+    `files` and `digest` (SHA-256 of the canonical header without that field) are filled in by the writer.
     """
 
     format: Literal["kvcq.stats"] = "kvcq.stats"
@@ -53,17 +54,19 @@ class StatsHeader(SpecModel):
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     files: tuple[FileEntry, ...] = ()
+    digest: Sha256 = ""
 
 
 class FitHeader(SpecModel):
     """``fit.json``: the recipe as run, the plan, and the served tensors.
 
     Attributes:
-        stats_digest: SHA-256 of the canonical ``stats.json``.
+        stats_digest: `StatsHeader.digest` of the statistics.
         collected_context: Longest position behind the statistics.
         target_context: Context length the statistics were averaged for; equal to `collected_context` without one.
         tensors_digest: SHA-256 of the canonical tensor index and all tensor data, in index order.
         notes: Measured facts of the fit worth reporting, e.g. |mean k|^2 / variance by layer.
+        files, digest: Filled in by the writer; digest is the SHA-256 of the canonical header without that field.
     """
 
     format: Literal["kvcq.fit"] = "kvcq.fit"
@@ -83,3 +86,4 @@ class FitHeader(SpecModel):
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     files: tuple[FileEntry, ...] = ()
+    digest: Sha256 = ""

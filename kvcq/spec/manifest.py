@@ -24,7 +24,10 @@ class ValidationSummary(SpecModel):
 
 
 class Manifest(SpecModel):
-    """The sealed description of a bundle. `digest` is the SHA-256 of the canonical manifest without that field."""
+    """The sealed description of a bundle. `digest` is the SHA-256 of the canonical manifest without that field.
+
+    `files` lists every file except the manifest itself; the writer fills in both.
+    """
 
     format: Literal["kvcq.bundle"] = "kvcq.bundle"
     version: Literal[1] = 1
@@ -45,5 +48,5 @@ class Manifest(SpecModel):
     constants_bytes: int
     folds: tuple[FoldDecision, ...]
     validation: ValidationSummary
-    files: tuple[FileEntry, ...]
-    digest: Sha256
+    files: tuple[FileEntry, ...] = ()
+    digest: Sha256 = ""

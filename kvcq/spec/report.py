@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvcq.spec.base import SpecModel
-from kvcq.spec.files import FileEntry
+from kvcq.spec.files import FileEntry, Sha256
 from kvcq.spec.header import DataSource
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import Windows
@@ -143,7 +143,11 @@ class GateResult(SpecModel):
 
 
 class Report(SpecModel):
-    """``report.json``, the record that pack seals into a bundle."""
+    """``report.json``, the record that pack seals into a bundle.
+
+    `files` lists the canaries and ``report.html``; `digest` is the SHA-256 of the canonical report without that
+    field. The writer fills in both.
+    """
 
     format: Literal["kvcq.report"] = "kvcq.report"
     version: Literal[1] = 1
@@ -158,3 +162,5 @@ class Report(SpecModel):
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     command: str = Field(default="")
+    files: tuple[FileEntry, ...] = ()
+    digest: Sha256 = ""
