@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,26 +42,26 @@ class LayerStats:
             query heads of the group: C_Q of one KV head, OSCAR section 3), ``o_second [H, d_v, d_v]`` (attention
             outputs, C_S as the paper defines it). A layer with ``geometry.unrotates`` and a rotation also has
             ``k0_mean, k0_second, q0_mean, q0_second``: the same of the position-0 form of k and q.
-        extrema: ``k_min, k_max [H, d_k]``, ``v_min, v_max [H, d_v]`` float32.
         k_rows: Sampled keys ``[H, n, d_k]`` float32, post-RoPE.
         v_rows: Values of the same tokens ``[H, n, d_v]``.
         q_rows: Queries ``[Hq, m, d_k]`` of the first m of these tokens.
         row_positions: RoPE positions ``[n]`` int64 of `k_rows`.
         q_row_positions: RoPE positions ``[m]`` int64 of `q_rows`.
         probes: Held-out passages; every choice made by measured attention error uses them.
+        extrema: ``k_min, k_max [H, d_k]``, ``v_min, v_max [H, d_v]`` float32.
     """
 
     geometry: LayerGeometry
     rope: RopeSpec | None
     tokens: int
     moments: dict[str, Tensor]
-    extrema: dict[str, Tensor]
     k_rows: Tensor
     v_rows: Tensor
     q_rows: Tensor
     row_positions: Tensor
     q_row_positions: Tensor
     probes: tuple[ProbeRows, ...] = ()
+    extrema: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def k_cov(self) -> Tensor:
