@@ -1,0 +1,129 @@
+"""Documents to token ids: the template policy, and long texts in pieces.
+
+A rendered chat template already writes every special token it wants, so it is tokenized without special tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from kvcq.data.documents import Document
+from kvcq.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Policy = Literal["auto", "chat", "raw"]
+
+PIECE = 16384
+_LINE = re.compile(r"(?<=\S)\n(?=\S)")
+_WORD = re.compile(r"(?<=\S)(?= \S)")
+
+
+def resolve_policy(document: Document, policy: Policy) -> Literal["chat", "raw"]:
+    """Say what `policy` means for this document: ``auto`` is chat for conversations, raw for texts."""
+    if policy == "auto":
+        return "chat" if document.messages is not None else "raw"
+    return policy
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, document: Document, policy: Policy = "auto", chat_template: str | None = None
+) -> list[int]:
+    """Tokenize one document.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        document: A text or a conversation.
+        policy: ``chat`` renders the chat template (a text becomes one user turn), ``raw`` tokenizes the text with
+            the tokenizer's own special tokens (a conversation becomes its contents, separated by blank lines),
+            ``auto`` decides by the document.
+        chat_template: Jinja2 text that replaces the tokenizer's template.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template refuses the conversation.
+    """
+    return [i for piece in iter_tokens(tokenizer, document, policy, chat_template) for i in piece]
+
+
+def iter_tokens(
+    tokenizer: PreTrainedTokenizerBase, document: Document, policy: Policy = "auto", chat_template: str | None = None
+) -> Iterator[list[int]]:
+    """Yield the ids of `encode` piece by piece, so that a caller may stop early in a long text."""
+    if resolve_policy(document, policy) == "chat":
+        for piece in pieces(_render(tokenizer, document, chat_template)):
+            yield _ids(tokenizer, piece, special=False)
+        return
+    before, after = _specials(tokenizer)
+    yield before
+    for piece in pieces(_plain(document)):
+        yield _ids(tokenizer, piece, special=False)
+    yield after
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a text into pieces of at most `size` characters; joined they are the text again.
+
+    A cut lies after a line end between two words or, in text without one, before a space between two words: common
+    tokenizers split there anyway, so the ids stay those of the whole text. Text without either is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > size:
+        cut = start + size
+        for border in (_LINE, _WORD):
+            ends = [match.end() for match in border.finditer(text, start + 1, start + size)]
+            if ends:
+                cut = ends[-1]
+                break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def starts_with_two_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> bool:
+    """Say whether the first two ids are both BOS: the sink token would be counted wrongly."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and ids[:2] == [bos, bos]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    # verbose=False: a piece is no model input, so its length against the model's maximum means nothing.
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) if text else []
+
+
+def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer puts before and after a text by default."""
+    bare = _ids(tokenizer, "a", special=False)
+    full = _ids(tokenizer, "a", special=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+def _plain(document: Document) -> str:
+    if document.messages is None:
+        return document.text or ""
+    return "\n\n".join(_content(turn.get("content")) for turn in document.messages)
+
+
+def _content(content: object) -> str:
+    """Return the text of one turn: a string, or the text parts of a list of parts."""
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+    return content if isinstance(content, str) else ""
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, document: Document, chat_template: str | None) -> str:
+    name = getattr(tokenizer, "name_or_path", "") or "tokenizer"
+    if not (chat_template or tokenizer.chat_template):
+        fix = "give plain text (--template raw, or --text-column), or pass --chat-template FILE"
+        raise InputError("the tokenizer has no chat template", where=name, fix=fix)
+    messages = document.messages or [{"role": "user", "content": document.text}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+    except Exception as error:  # a template is foreign code: whatever it raises is about this conversation
+        what = f"the chat template refuses a conversation, {' '.join(str(error).split()) or type(error).__name__}"
+        raise InputError(what, where=name, fix="check the roles and their order") from error

@@ -1,0 +1,129 @@
+import itertools
+import logging
+import re
+import string
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from kvcq.data import Document, encode
+from kvcq.data.template import pieces, starts_with_two_bos
+from kvcq.errors import InputError
+
+BOS, EOS = 1, 2
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+TALK = Document(messages=[{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "oh, hi"}])
+
+
+def tokenizer(template=None, *, bos=True, eos=False):
+    words = ["<unk>", "<s>", "</s>", *string.printable, "he", "th", "the"]
+    merges = [("h", "e"), ("t", "h"), ("th", "e")]
+    core = Tokenizer(BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, unk_token="<unk>"))  # noqa: S106
+    core.add_special_tokens([AddedToken(w, special=True, normalized=False) for w in words[:3]])
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_next")
+    single = "<s> " * bos + "$A" + " </s>" * eos
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    core.decoder = decoders.Fuse()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=64, **special)
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (True, True), (False, True), (False, False)])
+def test_raw_text_gets_the_tokenizers_own_special_tokens_once(bos, eos):
+    tok = tokenizer(bos=bos, eos=eos)
+    text = "the other line\n" * 3000
+    ids = encode(tok, Document(text=text))
+    assert ids == tok(text)["input_ids"]
+    assert ids.count(BOS) == bos and ids.count(EOS) == eos
+
+
+def test_a_rendered_template_is_tokenized_without_special_tokens():
+    tok = tokenizer(TEMPLATE)
+    ids = encode(tok, TALK)
+    assert ids[0] == BOS and ids.count(BOS) == 1
+    assert tok.decode(ids) == tok.apply_chat_template(TALK.messages, tokenize=False)
+
+
+def test_two_bos_are_seen():
+    tok = tokenizer()
+    assert starts_with_two_bos(tok, encode(tok, Document(text="<s>the")))
+    assert not starts_with_two_bos(tok, encode(tok, Document(text="the")))
+    tok = tokenizer(bos=False)
+    tok.bos_token = None
+    assert not starts_with_two_bos(tok, [BOS, BOS])
+
+
+def test_messages_need_a_template_and_none_is_invented():
+    tok = tokenizer()
+    with pytest.raises(InputError, match="no chat template") as caught:
+        encode(tok, TALK)
+    assert "--chat-template FILE" in str(caught.value)
+    with_file = encode(tok, TALK, chat_template=TEMPLATE)
+    assert with_file == encode(tokenizer(TEMPLATE), TALK)
+
+
+def test_policies_cross_over():
+    tok = tokenizer(TEMPLATE)
+    raw = encode(tok, TALK, "raw")
+    assert tok.decode(raw, skip_special_tokens=True) == "hello there\n\noh, hi"
+    assert tok.decode(encode(tok, Document(text="the"), "chat")) == "<s>[user]the\n"
+    parts = Document(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, {"role": "x"}]
+    )
+    assert tok.decode(encode(tok, parts, "raw"), skip_special_tokens=True).strip() == "a"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{% broken", "{{ messages[9].x }}"]
+)
+def test_a_template_that_refuses_ends_in_one_line(template):
+    with pytest.raises(InputError, match="refuses a conversation") as caught:
+        encode(tokenizer(template), TALK)
+    assert "\n" not in str(caught.value)
+
+
+def test_long_texts_print_no_length_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        encode(tokenizer(), Document(text="the " * 500))
+    assert not caplog.records
+
+
+@given(st.text(alphabet="ab \n", max_size=400), st.integers(4, 40))
+def test_pieces_are_short_and_join_to_the_text(text, size):
+    parts = list(pieces(text, size))
+    assert "".join(parts) == text
+    assert all(len(part) <= size for part in parts)
+    assert all(parts[:-1]) or not text
+
+
+def byte_level():
+    """A byte-level tokenizer with merges across white space, the kind that a wrong cut would disturb."""
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(["the\n\n    if x;\n the\n  if\n"] * 50, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@given(st.lists(st.sampled_from(["the", " ", "\n", "    ", "if", ";", "9"]), max_size=120).map("".join))
+def test_cuts_do_not_change_the_ids(text):
+    parts = list(pieces("the if " + text, 30))
+    assume(all(a.endswith("\n") or re.match(r" \S", b) for a, b in itertools.pairwise(parts)))
+    assert [i for part in parts for i in BYTE_LEVEL(part)["input_ids"]] == BYTE_LEVEL("the if " + text)["input_ids"]
+
+
+BYTE_LEVEL = byte_level()
+
+
+def test_pieces_prefer_line_ends_then_spaces():
+    assert list(pieces("one two\nthree four", 10)) == ["one two\n", "three four"]
+    assert list(pieces("one two\n\nthree four", 13)) == ["one", " two\n\nthree", " four"]
+    assert list(pieces("one two three", 9)) == ["one two", " three"]
+    assert list(pieces("abcdefgh", 3)) == ["abc", "def", "gh"]
