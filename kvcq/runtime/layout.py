@@ -1,0 +1,139 @@
+"""Bytes of the served cache, by arithmetic alone (no torch): what is stored, per token and per page.
+
+Every token of a quantized layer has a coded row, the exact ones included; the exact rows lie beside it::
+
+    page block, one per (layer, page of 64 tokens, KV head)
+    +-----------------------+-----------------------+----------------------------+
+    | K codes  64 x d_k/4 B | V codes  64 x d_v/4 B | affine  64 x 8 B x groups  |
+    +-----------------------+-----------------------+----------------------------+
+    BF16 rows, one buffer per (layer, request, KV head): S sink rows, a ring of W + 64 recent rows
+
+An affine word holds {s_k, b_k, s_v, b_v} of one token and group; keys and values share the words, so the side with
+more groups decides how many there are, and vector quantization leaves b_k unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, prod
+
+from kvcq.spec.codec import CodecSpec
+from kvcq.spec.files import TensorEntry
+from kvcq.spec.geometry import LayerGeometry, ModelGeometry
+from kvcq.spec.plan import LayerPlan, Windows
+from kvcq.spec.report import BitsEntry
+
+PAGE = 64
+RING_SLACK = 64
+BF16_BYTES = 2
+
+_WORD_NUMBERS = 4
+_NUMBER_BYTES = {"fp16-bias": 2, "fp32-zero": 4}
+_DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I8": 1,
+    "U8": 1,
+}
+
+
+def token_bytes(k: CodecSpec, v: CodecSpec, d_k: int, d_v: int) -> tuple[int, int]:
+    """Return (code bytes, metadata bytes) of one token and KV head.
+
+    At d_k = d_v = 128 and one group: (64, 8), 2.25 bits an element.
+    """
+    sides = [side for side in (k, v) if side.quantizer != "none"]
+    codes = _row_bytes(k, d_k) + _row_bytes(v, d_v)
+    words = max((side.groups for side in sides), default=0)
+    number = max((_NUMBER_BYTES[side.metadata] for side in sides), default=0)
+    return codes, words * _WORD_NUMBERS * number
+
+
+def page_bytes(k: CodecSpec, v: CodecSpec, d_k: int, d_v: int) -> int:
+    """Return the bytes of one page block: 64 tokens of one layer and KV head."""
+    return PAGE * sum(token_bytes(k, v, d_k, d_v))
+
+
+def bits_per_element(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows: Windows, context: int) -> BitsEntry:
+    """Return what one request of `context` tokens stores in the quantized layers, in bits per cached element.
+
+    Pages are whole and the BF16 buffers have their full size at any context: this is what is allocated, not what is
+    filled. A plan without quantized layers counts as BF16, 16 bits.
+
+    Raises:
+        ValueError: `context` is not positive, or the plan names a layer that the geometry lacks.
+    """
+    if context < 1:
+        raise ValueError(f"context must be positive, not {context}")
+    tokens = ceil(context / PAGE) * PAGE
+    rows = windows.sink + windows.recent + RING_SLACK
+    elements = codes = metadata = exact = 0
+    for layer, k, v in _quantized(plan, geometry):
+        code, meta = token_bytes(k, v, layer.d_k, layer.d_v)
+        elements += layer.kv_heads * (layer.d_k + layer.d_v)
+        codes += layer.kv_heads * code
+        metadata += layer.kv_heads * meta
+        exact += layer.kv_heads * (layer.d_k + layer.d_v) * BF16_BYTES
+    if not elements:
+        return BitsEntry(context=context, codes=16.0, metadata=0.0, windows=0.0, total=16.0)
+    cached = context * elements
+    parts = [8 * total / cached for total in (codes * tokens, metadata * tokens, exact * rows)]
+    return BitsEntry(context=context, codes=parts[0], metadata=parts[1], windows=parts[2], total=sum(parts))
+
+
+def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> int:
+    """Return the bytes that one more token adds to the cache, over all layers and heads.
+
+    Full-attention layers kept in BF16 count; windows do not grow, nor do sliding, linear and shared layers.
+    """
+    coded = {
+        layer.layer: layer.kv_heads * sum(token_bytes(k, v, layer.d_k, layer.d_v))
+        for layer, k, v in _quantized(plan, geometry)
+    }
+    return sum(coded.get(layer.layer, _bf16_row(layer)) for layer in geometry.quantizable())
+
+
+def window_bytes(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows: Windows) -> int:
+    """Return the bytes of one request's BF16 sink and recent rows, over all quantized layers and heads."""
+    rows = windows.sink + windows.recent + RING_SLACK
+    return sum(_bf16_row(layer) * rows for layer, _, _ in _quantized(plan, geometry))
+
+
+def constants_bytes(tensors: Iterable[TensorEntry]) -> int:
+    """Return the bytes of transforms, offsets and codebooks: stored once, whatever the context.
+
+    Raises:
+        ValueError: a dtype that no bundle holds.
+    """
+    total = 0
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPE_BYTES:
+            raise ValueError(f"{tensor.name}: no size is known for dtype {tensor.dtype}")
+        total += prod(tensor.shape) * _DTYPE_BYTES[tensor.dtype]
+    return total
+
+
+def _row_bytes(side: CodecSpec, d: int) -> int:
+    return d * BF16_BYTES if side.quantizer == "none" else ceil(d * side.bits / 8)
+
+
+def _bf16_row(layer: LayerGeometry) -> int:
+    return layer.kv_heads * (layer.d_k + layer.d_v) * BF16_BYTES
+
+
+def _quantized(
+    plan: Sequence[LayerPlan], geometry: ModelGeometry
+) -> Iterator[tuple[LayerGeometry, CodecSpec, CodecSpec]]:
+    layers = {layer.layer: layer for layer in geometry.layers}
+    for entry in plan:
+        if entry.k is None or entry.v is None:
+            continue
+        if entry.layer not in layers:
+            raise ValueError(f"the plan names layer {entry.layer}, which the model does not have")
+        yield layers[entry.layer], entry.k, entry.v
