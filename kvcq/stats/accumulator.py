@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -51,20 +51,23 @@ def moment_shapes(geometry: LayerGeometry, rope: RopeSpec | None) -> dict[str, t
 class LayerSums:
     """Sums of one layer over whole sequences. `begin`, any number of `add`, `finish`: one sequence.
 
-    q sums run over the query heads of a KV head and over tokens. The running sums of a sequence live on the device
-    of its tensors (on the CPU where a device lacks float64); limbs live on the CPU.
+    q sums run over the query heads of a KV head and over tokens; `queries` counts their terms per KV head. The
+    running sums of a sequence live on the device of its tensors (on the CPU where a device lacks float64); limbs
+    live on the CPU.
     """
 
     def __init__(self, geometry: LayerGeometry, rope: RopeSpec | None, workspace: Workspace | None = None) -> None:
         self.geometry = geometry
         self.rope = rope if geometry.unrotates else None
         self.tokens = 0
+        self.queries = 0
         self.sums = {name: ExactSum.zeros(*shape) for name, shape in moment_shapes(geometry, rope).items()}
         self.extrema = self._no_extrema()
         self._workspace = workspace or Workspace()
         self._running: dict[str, Tensor] = {}
         self._running_extrema = self._no_extrema()
         self._count = 0
+        self._query_count = 0
 
     def begin(self) -> None:
         """Start a sequence, dropping one that was not finished."""
@@ -72,6 +75,7 @@ class LayerSums:
             total.zero_()
         self._running_extrema = self._no_extrema()
         self._count = 0
+        self._query_count = 0
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, positions: Tensor, turn: Turn | None = None) -> None:
         """Add a chunk of the current sequence.
@@ -84,23 +88,23 @@ class LayerSums:
             positions: RoPE positions ``[t]``.
             turn: Rotation table of the positions, if the caller shares one between layers.
         """
-        device = k.device if k.device.type in ("cpu", "cuda") else torch.device("cpu")
-        if not self._running:
-            self._running = {
-                name: torch.zeros(total.hi.shape, dtype=torch.float64, device=device)
-                for name, total in self.sums.items()
-            }
-        if self.rope is not None and turn is None:
-            turn = turn_table(self.rope, positions.to(device))
+        device = self._prepare(k)
+        turn = self._turn(positions, turn, device)
         # Blocks stay in the processor's cache: a float64 copy of the whole chunk would not.
-        for start in range(0, k.shape[1], BLOCK):
-            part = slice(start, min(start + BLOCK, k.shape[1]))
-            here = None if turn is None else Turn(turn.cos[part], turn.sin[part])
+        for part, here in _blocks(k.shape[1], turn):
             self._add_rows("k", k[:, part], device, here)
-            self._add_rows("q", q[:, part], device, here)
             self._add_rows("v", v[:, part], device, None)
-            self._add_moment("o", self._wide("rows", o[:, part], device))
         self._count += k.shape[1]
+        self.add_queries(q, o, positions, turn)
+
+    def add_queries(self, q: Tensor, o: Tensor, positions: Tensor, turn: Turn | None = None) -> None:
+        """Add queries ``[Hq, t, d_k]`` and outputs ``[Hq, t, d_v]`` of another layer that reads this layer's cache."""
+        device = self._prepare(q)
+        turn = self._turn(positions, turn, device)
+        for part, here in _blocks(q.shape[1], turn):
+            self._add_rows("q", q[:, part], device, here)
+            self._add_moment("o", self._wide("rows", o[:, part], device))
+        self._query_count += q.shape[0] // self.geometry.kv_heads * q.shape[1]
 
     def finish(self) -> None:
         """Fold the sequence into the limbs.
@@ -121,6 +125,7 @@ class LayerSums:
             keep = torch.minimum if name.endswith("min") else torch.maximum
             self.extrema[name] = keep(self.extrema[name], seen.to("cpu"))
         self.tokens += self._count
+        self.queries += self._query_count
         self.begin()
 
     def merge(self, other: LayerSums) -> None:
@@ -140,13 +145,15 @@ class LayerSums:
             keep = torch.minimum if name.endswith("min") else torch.maximum
             self.extrema[name] = keep(self.extrema[name], other.extrema[name])
         self.tokens += other.tokens
+        self.queries += other.queries
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return the state as arrays: ``NAME.hi``, ``NAME.lo`` int64, extrema float32, ``tokens`` int64 [1]."""
+        """Return the state: ``NAME.hi``, ``NAME.lo`` int64, extrema float32, ``tokens`` and ``queries`` int64 [1]."""
         arrays = {name: value.numpy() for name, value in self.extrema.items()}
         for name, total in self.sums.items():
             arrays |= {f"{name}.hi": total.hi.numpy(), f"{name}.lo": total.lo.numpy()}
-        return arrays | {"tokens": np.array([self.tokens], dtype=np.int64)}
+        counts = {"tokens": self.tokens, "queries": self.queries}
+        return arrays | {name: np.array([count], dtype=np.int64) for name, count in counts.items()}
 
     @classmethod
     def from_arrays(
@@ -173,8 +180,24 @@ class LayerSums:
             except ValueError as error:
                 raise InputError(str(error), where=f"{where}, {name}") from None
         layer.extrema = {name: given[name] for name in layer.extrema}
-        layer.tokens = int(given["tokens"][0])
+        layer.tokens, layer.queries = int(given["tokens"][0]), int(given["queries"][0])
         return layer
+
+    def _prepare(self, rows: Tensor) -> torch.device:
+        device = rows.device if rows.device.type in ("cpu", "cuda") else torch.device("cpu")
+        if not self._running:
+            self._running = {
+                name: torch.zeros(total.hi.shape, dtype=torch.float64, device=device)
+                for name, total in self.sums.items()
+            }
+        return next(iter(self._running.values())).device
+
+    def _turn(self, positions: Tensor, turn: Turn | None, device: torch.device) -> Turn | None:
+        if self.rope is None:
+            return None
+        if turn is None:
+            turn = turn_table(self.rope, positions)
+        return Turn(turn.cos.to(device), turn.sin.to(device))
 
     def _no_extrema(self) -> dict[str, Tensor]:
         heads, dims = self.geometry.kv_heads, {"k": self.geometry.d_k, "v": self.geometry.d_v}
@@ -225,3 +248,9 @@ class LayerSums:
                 where=f"layer {self.geometry.layer}, KV head {head}",
                 fix="check the weights, or collect in a wider dtype (--dtype float32)",
             )
+
+
+def _blocks(tokens: int, turn: Turn | None) -> Iterator[tuple[slice, Turn | None]]:
+    for start in range(0, tokens, BLOCK):
+        part = slice(start, min(start + BLOCK, tokens))
+        yield part, None if turn is None else Turn(turn.cos[part], turn.sin[part])

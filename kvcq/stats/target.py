@@ -48,9 +48,7 @@ def retarget(stats: LayerStats, target_context: int, sink: int, seed: int, colle
     generator = np.random.Generator(np.random.Philox(seed))
     rows = _draw(generator, stats.row_positions, sink, target_context)
     queries = _draw(generator, stats.q_row_positions, sink, target_context)
-    shifts = [
-        int(generator.integers(0, max(target_context - int(probe.positions.max()), 1))) for probe in stats.probes
-    ]
+    shifts = [int(generator.integers(0, max(target_context - int(probe.positions.max()), 1))) for probe in stats.probes]
     keep, q_keep = stats.row_positions >= sink, stats.q_row_positions >= sink
     return replace(
         stats,
