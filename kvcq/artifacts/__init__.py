@@ -1,1 +1,1 @@
-"""Every file format of kvcq: staged writing, integrity, stats, fit, report and bundle."""
+"""Every file format of kvcq: stats, fit, report and bundle, written whole or not at all, read only when intact."""
