@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import logging
 
 from kvcq.errors import UnsupportedError
+from kvcq.models.library import quiet_library
 
 # Keywords that the library passes along and that change nothing here: bookkeeping of the outer forward, and
 # `position_ids`, which only packed flash attention reads (q and k arrive rotated).
@@ -53,6 +53,7 @@ class AttentionCall:
         softcap: Logits become softcap * tanh(logits / softcap); None = no cap.
         sinks: Learned sink logits [Hq], part of the softmax denominator only; None = none.
         window: Sliding window that the module asked for, already contained in `mask`.
+        module: The attention module that makes the call.
     """
 
     layer: int
@@ -64,6 +65,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     window: int | None = None
+    module: nn.Module | None = None
 
     def visible(self) -> Tensor:
         """Return which keys each query sees, bool [B or 1, 1, Tq, Tk]."""
@@ -160,7 +162,7 @@ def attention_hook(model: nn.Module, hook: Hook) -> Iterator[None]:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _mask)
     try:
-        with _quiet_library():
+        with quiet_library():
             model.set_attn_implementation(name)
         if any(module.config._attn_implementation != name for module in _submodels(model)):
             raise UnsupportedError(
@@ -220,6 +222,7 @@ def _read_call(
         softcap=None if softcap is None else float(softcap),
         sinks=sinks,
         window=window,
+        module=module,
     )
 
 
@@ -238,14 +241,3 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
         seen.add(id(config))
         queue += [getattr(config, name, None) for name in config.sub_configs]
         yield config
-
-
-@contextmanager
-def _quiet_library() -> Iterator[None]:
-    """Silence the library's own warning about models that we refuse in one line."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -46,7 +46,8 @@ class LayerGeometry(SpecModel):
     """One layer of the model. `rope` indexes `ModelGeometry.ropes`; None means no rotation (NoPE).
 
     `unrotates` is True when the shift check proved that q and k at position p are the rotation of their
-    position-0 form; without it only post-RoPE statistics exist.
+    position-0 form; without it only post-RoPE statistics exist. `source` is the layer whose cache a shared layer
+    reads: its queries belong to the statistics of that layer.
     """
 
     layer: int = Field(ge=0)
@@ -61,6 +62,7 @@ class LayerGeometry(SpecModel):
     window: int | None = None
     rope: int | None = None
     unrotates: bool = False
+    source: int | None = None
 
     @property
     def group(self) -> int:

@@ -1,0 +1,78 @@
+"""Talking to transformers: silence, the decoder's configuration, and a forward that survives renamed keywords."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from kvcq.errors import UnsupportedError
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Silence the library's warnings and progress bars; kvcq reports in its own words. Restored on exit."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """Return the configuration that describes the text decoder (nested in multimodal models)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache with one entry a layer; sliding layers keep their last window - 1 rows only."""
+    return DynamicCache(config=model.config)
+
+
+@torch.no_grad()
+def forward(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    cache: DynamicCache | None = None,
+    positions: Tensor | None = None,
+    last_only: bool = False,
+) -> Tensor:
+    """Run one forward and return the logits [B, T, vocab], or [B, 1, vocab] with `last_only`.
+
+    Args:
+        model: A causal language model in eval mode.
+        tokens: LongTensor [B, T], on any device.
+        cache: Extended in place by T rows; None runs without a cache.
+        positions: Position ids [T] or [B, T]; None counts on from the rows of the cache.
+        last_only: Compute the logits of the last token only, where the model can.
+
+    Raises:
+        UnsupportedError: `positions` is given and the model takes none.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": cache is not None}
+    if cache is not None:
+        # transformers renamed the keyword; the old name still works in newer versions but warns at every call.
+        options["cache" if "cache" in accepted else "past_key_values"] = cache
+    if positions is not None:
+        if "position_ids" not in accepted:
+            raise UnsupportedError("the model takes no position ids", where=f"model_type {model.config.model_type}")
+        options["position_ids"] = positions.to(model.device).expand(tokens.shape[0], -1)
+    if last_only and "logits_to_keep" in accepted:
+        options["logits_to_keep"] = 1
+    logits = model(tokens.to(model.device), **options).logits
+    return logits[:, -1:] if last_only else logits
