@@ -1,1 +1,1 @@
-"""Fidelity of a quantized cache: attention metrics, the canary, gates."""
+"""Attention fidelity on the path that is served: metrics, simulated attention, the canary, gates and warnings."""

@@ -1,0 +1,157 @@
+"""Gates: limits on measured numbers that decide the exit code of validate.
+
+A gates file is YAML; a good start for a 2-bit cache is::
+
+    gates:
+      - {metric: kl, context: max, max: 0.1}               # nats, mean over layers, heads and queries
+      - {metric: top1, context: max, min: 0.8}
+      - {metric: output_error, context: max, max: 0.1}
+      - {metric: bits, context: 4096, max: 3.5}            # everything stored, windows included
+      - {metric: kl, context: 4096, max: 0.05, artifacts: [nova]}
+
+`context` is a measured context length, or ``max`` for the longest. Without `artifacts` a gate applies to every
+artifact except the BF16 reference.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import ValidationError, field_validator, model_validator
+
+from kvcq.errors import InputError
+from kvcq.spec.base import SpecModel
+from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult
+
+METRICS = (*AttentionMetrics.model_fields, "quantized_share", "bits")
+
+
+class Gate(SpecModel):
+    """One limit: exactly one of `max` and `min`."""
+
+    metric: str
+    context: int | Literal["max"] = "max"
+    max: float | None = None
+    min: float | None = None
+    artifacts: tuple[str, ...] | None = None
+
+    @field_validator("max", "min", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("must be a number")
+        return value
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        if value != "max" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"must be a length in tokens or max, not {value!r}")
+        return value
+
+    @property
+    def limit(self) -> tuple[Literal["max", "min"], float]:
+        """Which side the limit is on, and the limit."""
+        return ("max", self.max) if self.max is not None else ("min", cast(float, self.min))
+
+    @model_validator(mode="after")
+    def _one_known_limit(self) -> Gate:
+        if self.metric not in METRICS:
+            near = difflib.get_close_matches(self.metric, METRICS, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"unknown metric {self.metric!r}; {hint}known: {', '.join(METRICS)}")
+        if (self.max is None) == (self.min is None):
+            raise ValueError("needs exactly one of max and min")
+        if self.artifacts is not None and not self.artifacts:
+            raise ValueError("an empty list of artifacts gates nothing")
+        return self
+
+
+def load_gates(path: Path) -> tuple[Gate, ...]:
+    """Read a gates file.
+
+    Raises:
+        InputError: unreadable, not YAML, or anything in it that is not understood; names the gate and field.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read gates: {error.strerror}", where=path) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = str(path) if mark is None else f"{path}:{mark.line + 1}"
+        problem = getattr(error, "problem", None) or "unreadable text"
+        raise InputError(f"gates are not YAML: {problem}", where=where) from None
+    entries = document.get("gates") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not entries or len(document) != 1:
+        raise InputError("not a gates file", where=path, fix="write one key `gates` with a non-empty list")
+    return tuple(_gate(entry, f"{path}, gate {number}") for number, entry in enumerate(entries, 1))
+
+
+def apply_gates(gates: Sequence[Gate], artifacts: Sequence[ArtifactReport]) -> tuple[GateResult, ...]:
+    """Apply every gate to every artifact that it concerns, in order.
+
+    Raises:
+        InputError: a gate names an artifact or context that was not measured.
+    """
+    names = [artifact.name for artifact in artifacts]
+    results = []
+    for gate in gates:
+        missing = sorted(set(gate.artifacts or ()) - set(names))
+        if missing:
+            raise InputError(
+                f"the gate on {gate.metric} names {', '.join(missing)}",
+                where="--gates",
+                fix=f"artifacts of this run: {', '.join(names)}",
+            )
+        for artifact in artifacts:
+            chosen = artifact.tensors_digest is not None if gate.artifacts is None else artifact.name in gate.artifacts
+            if chosen:
+                results.append(_apply(gate, artifact))
+    return tuple(results)
+
+
+def _gate(entry: object, where: str) -> Gate:
+    try:
+        return Gate.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InputError(
+            f"{field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}", where=where
+        ) from None
+
+
+def _apply(gate: Gate, artifact: ArtifactReport) -> GateResult:
+    measured = _measured(gate.metric, artifact)
+    context = max(measured, default=0) if gate.context == "max" else gate.context
+    if context not in measured:
+        raise InputError(
+            f"the gate on {gate.metric} needs context {gate.context}, which {artifact.name} was not measured at",
+            where="--gates",
+            fix=f"measured: {', '.join(map(str, sorted(measured))) or 'none'}",
+        )
+    direction, limit = gate.limit
+    value = measured[context]
+    return GateResult(
+        artifact=artifact.name,
+        metric=gate.metric,
+        context=context,
+        limit=limit,
+        direction=direction,
+        value=value,
+        passed=value <= limit if direction == "max" else value >= limit,
+    )
+
+
+def _measured(metric: str, artifact: ArtifactReport) -> dict[int, float]:
+    """Return the values of a metric by context."""
+    if metric == "bits":
+        return {int(context): bits for context, bits in artifact.bits.items()}
+    if metric == "quantized_share":
+        return {report.context: report.quantized_share for report in artifact.contexts}
+    return {report.context: getattr(report.metrics, metric) for report in artifact.contexts}

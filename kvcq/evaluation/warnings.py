@@ -1,0 +1,47 @@
+"""What a reader of the numbers must be told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvcq.spec.plan import LayerPlan
+
+MEAN_RATIO = 4.0
+
+
+def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float]) -> list[str]:
+    """Warn of quantized layers whose keys have a mean far larger than their spread, coded without an offset.
+
+    Args:
+        plan: All layers of the artifact.
+        mean_ratios: |mean k|^2 / variance by layer id, the largest over the KV heads.
+    """
+    layers = [
+        entry.layer
+        for entry in plan
+        if entry.k is not None and not entry.k.centred and mean_ratios.get(entry.layer, 0.0) > MEAN_RATIO
+    ]
+    if not layers:
+        return []
+    worst = max(layers, key=lambda layer: mean_ratios[layer])
+    return [
+        f"{_layers(layers)}: the keys' mean outweighs their spread (|mean|^2 / variance {mean_ratios[worst]:.1f} "
+        f"in layer {worst}) and the codec does not subtract it, so the codes describe the mean: "
+        f"use a centred method (oscar_centered, nova), or keep the layers in BF16 with "
+        f"--set skip_layers={','.join(map(str, sorted(layers)))}"
+    ]
+
+
+def context_warnings(contexts: Sequence[int], target_context: int) -> list[str]:
+    """Warn of contexts beyond the positions that the statistics were averaged for."""
+    beyond = sorted(context for context in contexts if context > target_context)
+    if not beyond:
+        return []
+    return [
+        f"context {', '.join(map(str, beyond))} is beyond the {target_context} tokens that this fit was made for, "
+        f"and keys at unseen positions are coded badly: fit with --target-context {beyond[-1]}"
+    ]
+
+
+def _layers(layers: Sequence[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, sorted(layers)))}"
