@@ -17,12 +17,12 @@ DEVICE_TILE = 1 << 24
 def snap_int8(centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Snap centroids [..., words, 4] to int8 with one float32 scale [...] for each codebook: value = scale * int8.
 
-    The scale is amax / 127, passed once through its own rounding so that snapping a snapped codebook changes
-    nothing. A codebook of zeros has scale 1.
+    The scale is amax / 127. Snapping a snapped codebook changes nothing: fl(fl(127 s) / 127) = s for every float32
+    quotient s. A codebook of zeros has scale 1.
     """
     values = centroids.to(torch.float32)
-    amax = values.abs().amax((-2, -1))
-    scale = torch.where(amax > 0, (amax / 127.0) * 127.0 / 127.0, torch.ones_like(amax))
+    scale = values.abs().amax((-2, -1)) / 127.0
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     words = (values / scale[..., None, None]).round().clamp(-127, 127).to(torch.int8)
     return words, scale
 

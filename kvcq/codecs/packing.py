@@ -72,11 +72,11 @@ def encode_pages(k_codes: Tensor, v_codes: Tensor, affine: Tensor) -> Tensor:
     if k_codes.dtype != torch.uint8 or v_codes.dtype != torch.uint8 or affine.dtype != torch.float16:
         raise ValueError("page blocks hold uint8 codes and float16 affine words")
     pages = -(-tokens // PAGE_TOKENS)
-    words = affine.contiguous().view(torch.uint8).reshape(heads, tokens, -1)
+    words = affine.contiguous().view(torch.uint8).reshape(heads, tokens, 2 * WORD_HALVES * groups)
     rows = torch.zeros(heads, pages * PAGE_TOKENS, k_bytes + v_bytes + words.shape[-1], dtype=torch.uint8)
     rows = rows.to(k_codes.device)
     rows[:, :tokens] = torch.cat([k_codes, v_codes, words], -1)
-    paged = rows.reshape(heads, pages, PAGE_TOKENS, -1).transpose(0, 1)
+    paged = rows.unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
     k, v, a = paged.split([k_bytes, v_bytes, words.shape[-1]], -1)
     return torch.cat([k.flatten(2), v.mT.flatten(2), a.flatten(2)], -1)
 
