@@ -1,0 +1,67 @@
+"""NOVA-KV: keys in the query metric, coded by one product codebook; values as in OSCAR."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcq.errors import UnsupportedError
+from kvcq.methods.base import FitContext, LayerFit, Method, parameter
+from kvcq.methods.oscar import VALUE_TARGET
+from kvcq.methods.uniform import CLIP_V
+from kvcq.spec.codec import VQ_GROUP, CodecSpec
+
+if TYPE_CHECKING:
+    from kvcq.stats.view import LayerStats
+
+
+@dataclass(frozen=True)
+class Nova(Method):
+    """Keys ``r = (k - mu) A`` in product codebooks, values as in OSCAR.
+
+    A = M^{1/2} E: M is the query moment at unit mean eigenvalue, E the axes of M^{1/2} S_k M^{1/2}. The squared
+    error of r is then the query-weighted error of k. Axes are dealt to groups of four channels; each row is divided
+    by its RMS, and every group takes the nearest of 256 k-means words.
+
+    Against the release: eigenvalues of M below `floor` times the largest are raised to it (the inverse explodes
+    otherwise), the factor that scales M goes into the query side S = A^{-T}, and codebooks are rounded once, here,
+    to the dtype that is served.
+    """
+
+    name = "nova"
+    summary = "keys: product codebooks in the query metric; values: OSCAR's INT2"
+    paper = "NOVA-KV, 'Spend Bits Where Queries Look'"
+
+    iterations: int = parameter(25, "Lloyd steps of k-means", low=1, high=1000)
+    rows: int = parameter(8192, "sampled keys a head behind its codebooks, at most", low=256)
+    codebook: str = parameter("int8", "dtype of the words; only int8 is served", choices=("int8", "e4m3", "e5m2"))
+    partition: str = parameter(
+        "deal", "how axes, by falling variance, go to groups", choices=("deal", "snake", "sorted", "random")
+    )
+    clip_v: float = parameter(0.92, CLIP_V, low=0.01, high=1.0)
+    value_target: str = parameter("logit_energy", VALUE_TARGET, choices=("logit_energy", "attention_output"))
+    floor: float = parameter(1e-6, "smallest eigenvalue of the query moment, relative", low=1e-12, high=1.0)
+
+    def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
+        """Fit metric, codebooks and value rotation.
+
+        Raises:
+            UnsupportedError: a head dimension that groups of four do not divide.
+        """
+        from kvcq.methods.product import fit_keys
+        from kvcq.methods.rotation import oscar_rotation, served, value_moment
+
+        geometry = stats.geometry
+        if geometry.d_k % VQ_GROUP:
+            raise UnsupportedError(
+                f"nova codes {VQ_GROUP} channels a word, layer {geometry.layer} has head dimension {geometry.d_k}",
+                fix="use oscar-centered",
+            )
+        keys, key_notes = fit_keys(stats, self, context.seed)
+        moment, value_notes = value_moment(stats, self.value_target)
+        return LayerFit(
+            k=CodecSpec(transform="metric", centred=True, quantizer="group_vq", codebook=self.codebook),
+            v=CodecSpec(transform="orthogonal", clip=self.clip_v),
+            tensors=keys | {"v.transform": served(oscar_rotation(moment))},
+            notes=key_notes | value_notes,
+        )

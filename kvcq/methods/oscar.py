@@ -1,0 +1,57 @@
+"""OSCAR: rotations fitted to what attention reads (arXiv 2605.17757)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcq.methods.base import FitContext, LayerFit, parameter
+from kvcq.methods.uniform import CLIP_K, CLIP_V, UniformMethod
+
+if TYPE_CHECKING:
+    from kvcq.stats.view import LayerStats
+
+VALUE_TARGET = "moment behind the value rotation: the release's logit energy, or the paper's attention output"
+
+
+@dataclass(frozen=True)
+class Oscar(UniformMethod):
+    """Keys in ``R_K = U H P`` of the query moment C_Q, values in that of C_S; clipped min-max INT2.
+
+    C_Q = E[q'q] over the query heads of a KV head. C_S is ``logit_energy``: E[w v'v] over the sampled rows with
+    weights w = k C_Q k' of mean 1 (what the release computes), or ``attention_output``: E[o'o] (what the paper
+    states). ``granularity=layer`` averages both over the KV heads and shares the rotation, as the v1 release does;
+    the note ``shared_cost`` then says by which factor that raises the key error of each head.
+    """
+
+    name = "oscar"
+    summary = "rotations from the query moment and the attention-weighted value moment, clipped INT2"
+    paper = "arXiv 2605.17757"
+    centred: ClassVar[bool] = False
+
+    clip_k: float = parameter(0.96, CLIP_K, low=0.01, high=1.0)
+    clip_v: float = parameter(0.92, CLIP_V, low=0.01, high=1.0)
+    granularity: str = parameter("head", "one rotation a KV head, or one a layer", choices=("head", "layer"))
+    value_target: str = parameter("logit_energy", VALUE_TARGET, choices=("logit_energy", "attention_output"))
+    signs: int = parameter(0, "draw of the eigenvector signs; 0 is the sign rule", low=0)
+
+    def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
+        """Fit both rotations, and the offsets when the method centres."""
+        from kvcq.methods.gain import shared_cost
+        from kvcq.methods.rotation import SignDraw, offsets, oscar_rotation, served, value_moment
+
+        spec_k, spec_v = self.codecs(stats.geometry, "orthogonal", centred=self.centred)
+        queries = stats.moments["q_second"]
+        draw = SignDraw(self.signs, context.seed, stats.geometry.layer)
+        shared = self.granularity == "layer"
+        moment, notes = value_moment(stats, self.value_target, centred=self.centred)
+        tensors = {
+            "k.transform": served(oscar_rotation(queries, shared=shared, signs=draw)),
+            "v.transform": served(oscar_rotation(moment, shared=shared, signs=draw)),
+        }
+        if self.centred:
+            tensors |= offsets(stats)
+        if shared:
+            own = tensors | {"k.transform": served(oscar_rotation(queries, signs=draw))}
+            notes["shared_cost"] = shared_cost(spec_k, tensors, own, stats.k_rows)
+        return LayerFit(spec_k, spec_v, tensors, notes)

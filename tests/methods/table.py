@@ -1,0 +1,55 @@
+"""One row a method: an easy and a hard setting, and what its tensors must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvcq.spec.codec import Transform
+
+BOTH_MAPS = ("k.transform", "v.transform")
+OFFSETS = ("k.offset", "v.offset")
+CODEBOOK = ("k.transform", "k.query", "k.offset", "k.codebook", "k.codebook_fp16", "v.transform")
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    params: dict[str, Any]
+    k: Transform = "identity"
+    v: Transform = "identity"
+    roles: tuple[str, ...] = ()
+    served: bool = True
+
+    @property
+    def label(self) -> str:
+        return "-".join([self.name, *(f"{key}={value}" for key, value in self.params.items())])
+
+
+TABLE = (
+    Row("naive-int2", {}),
+    Row("naive-int2", {"groups": 4, "clip_k": 0.9, "metadata": "fp32-zero"}, served=False),
+    Row("quarot-int2", {}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("quarot-int2", {"groups": 4, "clip_v": 0.92}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("klt-int2", {}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("klt-int2", {"groups": 4, "signs": 3}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("oscar", {}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row(
+        "oscar",
+        {"granularity": "layer", "value_target": "attention_output", "groups": 4, "signs": 2},
+        "orthogonal",
+        "orthogonal",
+        BOTH_MAPS,
+    ),
+    Row("oscar-centered", {}, "orthogonal", "orthogonal", BOTH_MAPS + OFFSETS),
+    Row("oscar-centered", {"granularity": "layer", "groups": 4}, "orthogonal", "orthogonal", BOTH_MAPS + OFFSETS),
+    Row("nova", {"iterations": 4}, "metric", "orthogonal", (*CODEBOOK, "k.codebook_scale")),
+    Row(
+        "nova",
+        {"iterations": 2, "codebook": "e4m3", "partition": "random", "floor": 1e-3, "rows": 512},
+        "metric",
+        "orthogonal",
+        CODEBOOK,
+        served=False,
+    ),
+)
