@@ -1,5 +1,74 @@
-"""kvcq: fit, prove and serve 2-bit KV caches for HuggingFace causal language models."""
+"""kvcq: fit, prove and pack 2-bit KV caches for HuggingFace causal language models.
+
+The verbs of the command line are functions of the same names: each takes its request record and returns its result,
+for example ``kvcq.fit(kvcq.FitRequest(stats=Path("stats"), out=Path("fit"), method="nova"))``. They are imported on
+first use, so that ``import kvcq`` loads neither torch nor numpy.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvcq.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kvcq.artifacts.bundle import open_bundle as load_bundle
+    from kvcq.pipeline.about import environment, methods
+    from kvcq.pipeline.collect import collect
+    from kvcq.pipeline.fit import fit
+    from kvcq.pipeline.inspect import diff, inspect, verify
+    from kvcq.pipeline.pack import pack
+    from kvcq.pipeline.quickstart import quickstart
+    from kvcq.pipeline.requests import (
+        CollectRequest,
+        FitRequest,
+        PackRequest,
+        QuickstartRequest,
+        ValidateRequest,
+    )
+    from kvcq.pipeline.validate import validate
+
+_HOMES = {
+    "collect": "pipeline.collect",
+    "fit": "pipeline.fit",
+    "validate": "pipeline.validate",
+    "pack": "pipeline.pack",
+    "quickstart": "pipeline.quickstart",
+    "verify": "pipeline.inspect",
+    "inspect": "pipeline.inspect",
+    "diff": "pipeline.inspect",
+    "methods": "pipeline.about",
+    "environment": "pipeline.about",
+    "CollectRequest": "pipeline.requests",
+    "FitRequest": "pipeline.requests",
+    "ValidateRequest": "pipeline.requests",
+    "PackRequest": "pipeline.requests",
+    "QuickstartRequest": "pipeline.requests",
+}
+
+__all__ = [
+    "CollectRequest",
+    "FitRequest",
+    "PackRequest",
+    "QuickstartRequest",
+    "ValidateRequest",
+    "__version__",
+    "collect",
+    "diff",
+    "environment",
+    "fit",
+    "inspect",
+    "load_bundle",
+    "methods",
+    "pack",
+    "quickstart",
+    "validate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_bundle":
+        return import_module("kvcq.artifacts.bundle").open_bundle
+    if name in _HOMES:
+        return getattr(import_module(f"kvcq.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'kvcq' has no attribute {name!r}")

@@ -1,0 +1,97 @@
+"""Where words go: results to stdout, everything else to stderr, and a terminal is never assumed."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import time
+from typing import Any, TextIO
+
+LINE_INTERVAL = 10.0
+
+
+def tolerate_any_locale() -> None:
+    """Let no character end a run: streams of a C or cp1252 locale replace what they cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+class Console:
+    """Reporter of the CLI: a live bar on a terminal, one flushed line a stage elsewhere.
+
+    Args:
+        json: Print the result as exactly one JSON object on stdout.
+        quiet: Print no progress, only warnings, errors and the result.
+    """
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self._json = json
+        self._quiet = quiet
+        self._live: Any = None
+        self._task: Any = None
+        self._stage = ""
+        self._last = 0.0
+        self._terminal = sys.stderr.isatty() and not quiet
+
+    def __enter__(self) -> Console:
+        if self._terminal:
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._live = Progress(*columns, console=RichConsole(stderr=True), transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def stage(self, text: str) -> None:
+        """Begin a stage."""
+        self._stage = text
+        self._last = time.monotonic()
+        if self._live is not None:
+            if self._task is not None:
+                self._live.remove_task(self._task)
+            self._task = self._live.add_task(text, total=None)
+        elif not self._quiet:
+            self._line(text)
+
+    def advance(self, done: int, total: int, unit: str) -> None:
+        """Show progress: the bar, or a line now and then."""
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=done, total=total)
+        elif not self._quiet and time.monotonic() - self._last >= LINE_INTERVAL:
+            self._last = time.monotonic()
+            self._line(f"{self._stage}: {done}/{total} {unit}")
+
+    def note(self, text: str) -> None:
+        """Tell something worth one line."""
+        if not self._quiet:
+            self._line(text)
+
+    def warn(self, text: str) -> None:
+        """Tell about a problem that does not stop the work."""
+        self._line(f"warning: {text}")
+
+    def result(self, text: str, payload: dict[str, Any]) -> None:
+        """Print the result of the command, as text or as the one JSON object."""
+        if self._json:
+            text = json_module.dumps(payload, ensure_ascii=False, sort_keys=True)
+        self._write(sys.stdout, text)
+
+    def _line(self, text: str) -> None:
+        text = " ".join(text.split())
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._write(sys.stderr, text)
+
+    @staticmethod
+    def _write(stream: TextIO, text: str) -> None:
+        stream.write(text + "\n")
+        stream.flush()

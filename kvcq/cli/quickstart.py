@@ -1,0 +1,31 @@
+"""kvcq quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcq.cli.console import Console
+from kvcq.cli.options import Debug, Force, Json, Quiet
+
+
+def command(
+    model: Annotated[str, typer.Option(help="Model to use; the default needs no model hub.")] = "smollm2-135m",
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("quickstart"),
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Run the whole chain on a small real model: collect, fit five methods, validate, pack, verify.
+
+    Example: kvcq quickstart --out quickstart/
+    """
+    from kvcq.pipeline.quickstart import quickstart
+    from kvcq.pipeline.requests import QuickstartRequest
+
+    with Console(json=json, quiet=quiet) as console:
+        result = quickstart(QuickstartRequest(model=model, out=out, force=force), console)
+    console.result(result.text(), result.payload())

@@ -1,0 +1,27 @@
+"""Parsing of values that users write in shorthand."""
+
+from __future__ import annotations
+
+import re
+
+from kvcq.errors import InputError
+
+_LENGTH = re.compile(r"^([1-9][0-9]{0,11})([kKmM]?)$")
+_FACTOR = {"": 1, "k": 1024, "m": 1024 * 1024}
+
+
+def parse_length(text: str, flag: str) -> int:
+    """Read a token count such as ``4096``, ``4k`` (4096) or ``1m`` (1048576).
+
+    Raises:
+        InputError: anything else; names the flag.
+    """
+    match = _LENGTH.match(text.strip())
+    if match is None:
+        raise InputError(f"{text!r} is not a number of tokens", where=flag, fix="write for example 4096 or 4k")
+    return int(match[1]) * _FACTOR[match[2].lower()]
+
+
+def parse_lengths(text: str, flag: str) -> tuple[int, ...]:
+    """Read a comma-separated list of token counts, sorted and without repeats."""
+    return tuple(sorted({parse_length(item, flag) for item in text.split(",")}))

@@ -1,0 +1,72 @@
+"""methods and env: what this installation offers and where it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+from importlib.util import find_spec
+
+from kvcq.methods import registry
+from kvcq.pipeline.result import Answer, aligned
+from kvcq.pipeline.versions import installed
+from kvcq.version import __version__
+
+SHOWN = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "triton", "datasets", "sglang")
+
+
+def methods() -> Answer:
+    """Describe every method that ``kvcq fit --method`` takes, third-party ones included."""
+    lines: list[str] = []
+    described = registry.describe()
+    for info in described:
+        origin = "" if info.origin == "kvcq" else f"  [{info.origin}]"
+        lines.append(f"{info.name}{origin}")
+        lines.append(f"  {info.problem or info.summary}")
+        if info.paper:
+            lines.append(f"  {info.paper}")
+        rows = [(f"{p.name}={p.default}", f"{p.doc} ({p.allowed})") for p in info.parameters]
+        lines += aligned(rows, indent="    ")
+        lines.append("")
+    return Answer(tuple(lines[:-1]), {"methods": [dataclasses.asdict(info) for info in described]})
+
+
+def environment() -> Answer:
+    """Describe versions, processor, accelerators and the kvcq cache folder."""
+    import platformdirs
+
+    packages = {name: installed(name) for name in SHOWN}
+    devices = _devices()
+    threads = os.cpu_count() or 1
+    record = {
+        "kvcq": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": threads,
+        "packages": packages,
+        "devices": devices,
+        "cache": str(platformdirs.user_cache_path("kvcq")),
+        "kernels": "none: decoding and encoding run in torch",
+    }
+    rows = [
+        ("kvcq", __version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("platform", platform.platform()),
+        ("cpus", str(threads)),
+        *((name, version or "not installed") for name, version in packages.items()),
+        ("devices", ", ".join(devices) or "CPU only"),
+        ("cache", str(record["cache"])),
+    ]
+    return Answer(tuple(aligned(rows)), record)
+
+
+def _devices() -> list[str]:
+    if find_spec("torch") is None:
+        return []
+    import torch
+
+    return [
+        f"cuda:{i} {torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+        for i in range(torch.cuda.device_count())
+    ]

@@ -1,0 +1,189 @@
+"""fit: statistics and a method to transforms, quantizers and a plan. Needs no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcq.artifacts.fit_file import write_fit
+from kvcq.artifacts.stats_file import StatsArtifact, read_stats
+from kvcq.artifacts.tensors import tensor_index, tensors_digest
+from kvcq.errors import InputError
+from kvcq.evaluation.warnings import centring_warnings
+from kvcq.methods.base import FitContext, Method
+from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.recipes import apply_settings, load_recipe, resolve
+from kvcq.pipeline.requests import FitRequest
+from kvcq.pipeline.result import aligned
+from kvcq.pipeline.sources import refuse_existing
+from kvcq.pipeline.versions import versions
+from kvcq.spec.geometry import LayerGeometry
+from kvcq.spec.header import FitHeader, StatsHeader
+from kvcq.spec.plan import LayerPlan
+from kvcq.spec.recipe import Recipe
+from kvcq.stats.part import layer_stats
+from kvcq.stats.target import retarget
+from kvcq.stats.view import LayerStats
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What fit wrote: the folder and its header. `path` is None after a dry run."""
+
+    path: Path | None
+    header: FitHeader | None
+    recipe: Recipe
+
+    def text(self) -> str:
+        """Return the result for people."""
+        parameters = ", ".join(f"{key}={value}" for key, value in self.recipe.params.items())
+        rows = [("fit", str(self.path) if self.path else "dry run, nothing written"), ("method", self.recipe.method)]
+        if parameters:
+            rows.append(("parameters", parameters))
+        rows.append(("windows", f"sink {self.recipe.windows.sink}, recent {self.recipe.windows.recent}"))
+        if self.header is not None:
+            kept = sum(1 for entry in self.header.plan if entry.quantized)
+            rows += [
+                ("layers", f"{kept} of {len(self.header.plan)} quantized"),
+                ("context", f"fitted for {self.header.target_context} tokens"),
+                ("tensors", self.header.tensors_digest),
+            ]
+        return "\n".join(aligned(rows))
+
+    def payload(self) -> dict[str, Any]:
+        """Return the result for machines."""
+        record: dict[str, Any] = {"path": str(self.path) if self.path else None, "recipe": self.recipe.plain()}
+        if self.header is not None:
+            record |= {
+                "digest": self.header.digest,
+                "tensors_digest": self.header.tensors_digest,
+                "quantized_layers": [entry.layer for entry in self.header.plan if entry.quantized],
+                "warnings": list(self.header.warnings),
+            }
+        return record
+
+
+def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
+    """Fit a method to statistics and write a fit folder.
+
+    Raises:
+        InputError: bad recipe, or a layer id to skip that the model does not have.
+        CorruptArtifactError: the statistics are damaged.
+        UnsupportedError: a target context beyond the collected length on a layer without un-rotation.
+    """
+    refuse_existing(request.out, request.force)
+    fields: dict[str, Any] = load_recipe(request.recipe) if request.recipe else {}
+    if request.method is not None:
+        if request.method != fields.get("method"):
+            fields = {**fields, "params": {}}
+        fields = {**fields, "method": request.method}
+    fields = apply_settings(fields, request.settings)
+    if request.target_context is not None:
+        fields["target_context"] = request.target_context
+    recipe, method = resolve(fields, request.recipe or "--method")
+    reporter.stage(f"reading statistics {request.stats.name}")
+    stats = read_stats(request.stats)
+    check_layers(recipe, stats.header)
+    if request.dry_run:
+        return FitResult(None, None, recipe)
+    header, tensors = fit_layers(stats, recipe, method, reporter)
+    header = write_fit(request.out, header, tensors, force=request.force)
+    return FitResult(request.out, header, recipe)
+
+
+def check_layers(recipe: Recipe, header: StatsHeader) -> None:
+    """Refuse layer ids that the model does not have and a target context inside the sink."""
+    known = {layer.layer for layer in header.geometry.layers}
+    unknown = sorted(set(recipe.skip_layers) - known)
+    if unknown:
+        raise InputError(f"the model has no layer {unknown[0]}", where="skip_layers", fix=f"layers are 0..{max(known)}")
+    if recipe.target_context is not None and recipe.target_context <= recipe.windows.sink:
+        raise InputError(
+            f"target context {recipe.target_context} lies inside the {recipe.windows.sink} sink tokens",
+            where="--target-context",
+            fix="give the context length that will be served",
+        )
+
+
+def fit_layers(
+    stats: StatsArtifact, recipe: Recipe, method: Method, reporter: Reporter
+) -> tuple[FitHeader, dict[str, np.ndarray]]:
+    """Fit every quantizable layer; return the header (without files) and the served tensors."""
+    header = stats.header
+    context = FitContext(seed=recipe.seed, windows=recipe.windows)
+    layers = header.geometry.quantizable()
+    plans = {layer.layer: bf16_plan(layer, header, recipe, method) for layer in header.geometry.layers}
+    tensors: dict[str, np.ndarray] = {}
+    notes: dict[str, tuple[float, ...]] = {}
+    ratios: dict[int, float] = {}
+    reporter.stage(f"fitting {method.name}")
+    for done, layer in enumerate(layers, start=1):
+        if plans[layer.layer] is None:
+            view = targeted(layer_stats(header, stats.moments, stats.samples, layer.layer), header, recipe)
+            ratios[layer.layer] = float(view.mean_ratio.max())
+            result = method.fit_layer(view, context)
+            plans[layer.layer] = LayerPlan(layer=layer.layer, k=result.k, v=result.v)
+            tensors |= {f"layers.{layer.layer}.{role}": array for role, array in result.tensors.items()}
+            notes |= {f"layers.{layer.layer}.{name}": value for name, value in result.notes.items()}
+        reporter.advance(done, len(layers), "layers")
+    plan = tuple(entry for layer in header.geometry.layers if (entry := plans[layer.layer]) is not None)
+    warnings = centring_warnings(plan, ratios)
+    warnings += position_warnings(header, recipe)
+    for warning in warnings:
+        reporter.warn(warning)
+    index = tensor_index(tensors)
+    notes |= {f"layers.{layer}.mean_ratio": (ratio,) for layer, ratio in ratios.items()}
+    return (
+        FitHeader(
+            recipe=recipe,
+            stats_digest=stats.digest,
+            identity=header.identity,
+            provenance=header.provenance,
+            geometry=header.geometry,
+            calibration=header.data,
+            collected_context=header.longest,
+            target_context=recipe.target_context or header.longest,
+            plan=plan,
+            tensors=index,
+            tensors_digest=tensors_digest(index, tensors),
+            notes=notes,
+            warnings=tuple(warnings),
+            versions=versions(),
+        ),
+        tensors,
+    )
+
+
+def bf16_plan(layer: LayerGeometry, header: StatsHeader, recipe: Recipe, method: Method) -> LayerPlan | None:
+    """Return the plan of a layer that stays BF16, or None for a layer that is quantized."""
+    if layer.kind != "full":
+        reason = header.skipped.get(str(layer.layer), f"{layer.kind} attention layer")
+    elif not method.quantizes:
+        reason = f"method {method.name}"
+    elif layer.layer in recipe.skip_layers:
+        reason = "skipped by the recipe"
+    else:
+        return None
+    return LayerPlan(layer=layer.layer, reason=reason)
+
+
+def targeted(view: LayerStats, header: StatsHeader, recipe: Recipe) -> LayerStats:
+    """Average the statistics of one layer over the target context, when there is one."""
+    if recipe.target_context is None:
+        return view
+    seed = recipe.seed * 100003 + view.geometry.layer
+    return retarget(view, recipe.target_context, recipe.windows.sink, seed, collected=header.longest)
+
+
+def position_warnings(header: StatsHeader, recipe: Recipe) -> list[str]:
+    """Warn when position-bound statistics are stretched far beyond the collected length."""
+    target = recipe.target_context
+    if target is None or target <= 2 * header.longest:
+        return []
+    return [
+        f"target context {target} exceeds twice the collected length {header.longest}: the attention-output "
+        "moment and the sink mass are those of the shorter context; collect longer sequences to be sure"
+    ]

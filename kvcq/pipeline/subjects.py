@@ -1,0 +1,122 @@
+"""What validate measures: a fit or a bundle, reduced to what both say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcq.artifacts.bundle import Bundle
+from kvcq.artifacts.fit_file import FitArtifact
+from kvcq.artifacts.verify import read_any
+from kvcq.codecs.pair import HeadCodec, layer_roles
+from kvcq.errors import InputError, MismatchError
+from kvcq.pipeline.progress import Reporter
+from kvcq.spec.files import TensorEntry
+from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.identity import Identity, Provenance
+from kvcq.spec.plan import LayerPlan, Windows
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvcq.models.load import LoadedModel
+
+SERVED_CAST = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One artifact under measurement; `tensors` by full name."""
+
+    name: str
+    method: str
+    windows: Windows
+    target_context: int
+    identity: Identity
+    provenance: Provenance
+    geometry: ModelGeometry
+    plan: tuple[LayerPlan, ...]
+    index: tuple[TensorEntry, ...]
+    tensors_digest: str
+    tensors: dict[str, np.ndarray]
+
+    @property
+    def quantized(self) -> tuple[int, ...]:
+        """Ids of the layers that are stored in codes."""
+        return tuple(entry.layer for entry in self.plan if entry.quantized)
+
+    def codecs(self, device: torch.device | str) -> dict[int, HeadCodec]:
+        """Build the codecs of the quantized layers in the dtype that serving holds them in."""
+        layers = {layer.layer: layer for layer in self.geometry.layers}
+        return {
+            entry.layer: HeadCodec.build(
+                entry, layers[entry.layer], layer_roles(self.tensors, entry.layer), cast=SERVED_CAST, device=device
+            )
+            for entry in self.plan
+            if entry.quantized
+        }
+
+
+def open_subjects(paths: Sequence[Path]) -> list[Subject]:
+    """Read fits and bundles, verified, and name them by their folders.
+
+    Raises:
+        InputError: none given, or a path that is neither a fit nor a bundle.
+        CorruptArtifactError: a damaged artifact.
+    """
+    if not paths:
+        raise InputError("no artifact to validate", fix="name at least one fit folder or bundle")
+    subjects: list[Subject] = []
+    for path in paths:
+        name = path.resolve().name.removesuffix(".kvcq")
+        taken = [subject.name for subject in subjects]
+        subjects.append(_open(path, name if name not in taken else f"{name}-{len(taken) + 1}"))
+    return subjects
+
+
+def _open(path: Path, name: str) -> Subject:
+    artifact = read_any(path)
+    if isinstance(artifact, FitArtifact):
+        header = artifact.header
+    elif isinstance(artifact, Bundle):
+        header = artifact.manifest
+    else:
+        raise InputError("neither a fit nor a bundle", where=path, fix="name a folder written by kvcq fit or pack")
+    return Subject(
+        name=name,
+        method=header.recipe.method,
+        windows=header.recipe.windows,
+        target_context=header.target_context,
+        identity=header.identity,
+        provenance=header.provenance,
+        geometry=header.geometry,
+        plan=header.plan,
+        index=header.tensors,
+        tensors_digest=header.tensors_digest,
+        tensors=artifact.tensors,
+    )
+
+
+def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool, reporter: Reporter) -> None:
+    """Refuse a model that the artifact was not fitted for; warn when only its provenance differs.
+
+    Raises:
+        MismatchError: identity differs, or provenance with `strict`.
+    """
+    ours, theirs = subject.identity.plain(), loaded.identity.plain()
+    differing = [field for field in ours if ours[field] != theirs[field]]
+    if differing:
+        raise MismatchError(
+            f"the artifact was fitted for another model: {', '.join(differing)} differ",
+            where=subject.name,
+            fix=f"load {subject.provenance.source}, or collect and fit for {loaded.provenance.source}",
+        )
+    if subject.provenance.weights != loaded.provenance.weights:
+        line = f"{subject.name}: fitted on other weights ({subject.provenance.source}, not {loaded.provenance.source})"
+        if strict:
+            raise MismatchError(line, where="--strict", fix="load the weights that the artifact was fitted on")
+        reporter.warn(line)
