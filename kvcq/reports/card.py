@@ -1,0 +1,71 @@
+"""The model card of a bundle: ``README.md`` with the front matter that the hub reads."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from kvcq.reports import tables
+from kvcq.reports.summary import gate_sentence
+from kvcq.reports.tables import Table
+from kvcq.reports.templating import environment
+from kvcq.reports.text import clean, context_label, number, ranges, size
+from kvcq.spec.manifest import Manifest
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
+_SLUG = re.compile(r"[^a-z0-9]+")
+
+
+def bundle_card(manifest: Manifest) -> str:
+    """Return ``README.md`` of a bundle. The same manifest gives the same bytes.
+
+    The card is one of the files that the manifest lists, so it reads neither `digest` nor `files`: pack renders it
+    from a draft whose digest is still zeros. It quotes the digests of tensors, statistics and report instead.
+    """
+    quantized = [entry for entry in manifest.plan if entry.quantized]
+    sides = quantized[0] if quantized else None
+    source = manifest.provenance.source
+    return environment().get_template("card.md.j2").render(
+        base_model=json.dumps(source) if _HUB_ID.fullmatch(source) else None,
+        tag=json.dumps(_SLUG.sub("-", manifest.recipe.method.lower()).strip("-") or "method"),
+        source=markdown(source),
+        method=markdown(manifest.recipe.method),
+        revision=markdown(manifest.provenance.revision or ""),
+        params=", ".join(f"{markdown(k)} = {markdown(str(v))}" for k, v in sorted(manifest.recipe.params.items())),
+        manifest=manifest,
+        layers=ranges(entry.layer for entry in quantized),
+        quantized=len(quantized),
+        k=sides.k if sides else None,
+        v=sides.v if sides else None,
+        heads=sorted({(g.q_heads, g.kv_heads, g.d_k, g.d_v) for g in manifest.geometry.quantizable()}),
+        bits=markdown_table(tables.manifest_bits(manifest)),
+        fidelity=markdown_table(tables.manifest_fidelity(manifest)),
+        legend=[(markdown(m.column.label), markdown(m.column.help)) for m in tables.METRICS],
+        skipped=markdown_table(tables.manifest_skipped(manifest)),
+        gates=[(markdown(gate_sentence(g)), number(g.value), g.passed) for g in manifest.validation.gates],
+        folded=sum(fold.fold for fold in manifest.folds),
+        sources=", ".join(map(markdown, manifest.calibration.sources)),
+        constants=size(manifest.constants_bytes),
+        target=context_label(manifest.target_context),
+        version=markdown(manifest.kvcq),
+        identity=manifest.identity.digest(),
+    )  # fmt: skip
+
+
+def markdown(text: str) -> str:
+    """Escape foreign text for one line of Markdown: no markup, HTML, link or table cell can start in it."""
+    escaped = _SPECIAL.sub(r"\\\1", clean(text)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
+    return escaped.replace("://", ":\\//").replace("www.", "www\\.")
+
+
+def markdown_table(table: Table) -> str:
+    """Draw a table of one group in Markdown, numbers right aligned; an empty table gives an empty text."""
+    if not table:
+        return ""
+    lines = [
+        [markdown(column.label) for column in table.columns],
+        ["---:" if column.numeric else "---" for column in table.columns],
+        *([markdown(cell.text) for cell in row] for group in table.groups for row in group.rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

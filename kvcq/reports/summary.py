@@ -1,0 +1,126 @@
+"""What a report comes to: the verdict, and the selections that every form of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvcq.reports.text import clean, context_label, number, percent, plural, ranges
+from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult, Report
+
+BF16_BITS = 16.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One word, one sentence about the gates, one about the artifact closest to BF16."""
+
+    status: Literal["pass", "fail", "measured"]
+    headline: str
+    detail: str
+
+
+def is_reference(artifact: ArtifactReport) -> bool:
+    """Say whether this row is the exact BF16 cache that the others are compared with."""
+    return artifact.tensors_digest is None
+
+
+def candidates(report: Report) -> list[ArtifactReport]:
+    """Return the quantized artifacts in the order of the report."""
+    return [artifact for artifact in report.artifacts if not is_reference(artifact)]
+
+
+def contexts(report: Report) -> list[int]:
+    """Return all measured context lengths, ascending."""
+    return sorted({entry.context for artifact in report.artifacts for entry in artifact.contexts})
+
+
+def metrics_at(artifact: ArtifactReport, context: int) -> AttentionMetrics | None:
+    """Return the metrics of one artifact at one context, if it was measured there."""
+    return next((entry.metrics for entry in artifact.contexts if entry.context == context), None)
+
+
+def bits_at(artifact: ArtifactReport, context: int) -> float | None:
+    """Return the total bits per element at one context, if recorded; the reference has 16."""
+    stored = next((entry.total for entry in artifact.storage if entry.context == context), None)
+    if stored is None:
+        stored = artifact.bits.get(str(context))
+    return BF16_BITS if stored is None and is_reference(artifact) else stored
+
+
+def bits_contexts(report: Report) -> list[int]:
+    """Return all contexts for which bits are recorded, ascending."""
+    keys = {int(key) for artifact in report.artifacts for key in artifact.bits if key.isdecimal()}
+    return sorted(keys | {entry.context for artifact in report.artifacts for entry in artifact.storage})
+
+
+def closest(report: Report) -> ArtifactReport | None:
+    """Return the artifact of lowest KL at the longest context; the first of equals."""
+    longest = max(contexts(report), default=0)
+    scored = [(metrics.kl, artifact) for artifact in candidates(report) if (metrics := metrics_at(artifact, longest))]
+    return min(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def verdict(report: Report) -> Verdict:
+    """Judge a report by its gates; without gates it only states what was measured."""
+    failed = [gate for gate in report.gates if not gate.passed]
+    if failed:
+        names = ", ".join(dict.fromkeys(clean(gate.artifact) for gate in failed))
+        headline = f"{len(failed)} of {plural(len(report.gates), 'gate')} failed: {names}"
+        return Verdict("fail", headline, _closest_sentence(report))
+    if report.gates:
+        count = len(report.gates)
+        return Verdict("pass", "The gate holds" if count == 1 else f"All {count} gates hold", _closest_sentence(report))
+    return Verdict("measured", "Measured, no gates were set", _closest_sentence(report))
+
+
+def _closest_sentence(report: Report) -> str:
+    best, longest = closest(report), max(contexts(report), default=0)
+    metrics = None if best is None else metrics_at(best, longest)
+    if best is None or metrics is None:
+        return "Only the BF16 reference was measured."
+    lead = "is closest to BF16" if len(candidates(report)) > 1 else "was measured"
+    text = f"{clean(best.name)} {lead} at {context_label(longest)}: attention KL {number(metrics.kl)} nats, "
+    text += f"top-1 {percent(metrics.top1)}"
+    bits = bits_at(best, longest)
+    return f"{text}, {bits:.2f} bits per element ({BF16_BITS / bits:.1f}× smaller)." if bits else text + "."
+
+
+def gate_sentence(gate: GateResult) -> str:
+    """State what a gate asks for, e.g. ``kl ≤ 0.1 at 8k``."""
+    sign = "≤" if gate.direction == "max" else "≥"
+    return f"{clean(gate.metric)} {sign} {gate.limit:g} at {context_label(gate.context)}"
+
+
+def worst_layers(artifact: ArtifactReport, count: int) -> list[tuple[int, float]]:
+    """Return (layer, mean KL) of the layers with the highest KL at the longest context."""
+    return sorted(((row.layer, row.metrics.kl) for row in artifact.layers), key=lambda pair: -pair[1])[:count]
+
+
+def worst_heads(artifact: ArtifactReport, count: int) -> list[tuple[int, int, float]]:
+    """Return (layer, query head, mean KL) of the heads with the highest KL at the longest context."""
+    cells = [(row.layer, head, kl) for row in artifact.layers for head, kl in enumerate(row.kl_heads)]
+    return sorted(cells, key=lambda cell: -cell[2])[:count]
+
+
+def by_reason(layers: Mapping[int, str]) -> dict[str, str]:
+    """Group layers by what is said of them: reason to layer ranges, in order of the first layer."""
+    groups: dict[str, list[int]] = {}
+    for layer in sorted(layers):
+        groups.setdefault(clean(layers[layer]), []).append(layer)
+    return {reason: ranges(numbers) for reason, numbers in groups.items()}
+
+
+def skipped(artifact: ArtifactReport) -> dict[int, str]:
+    """Return the BF16 layers of an artifact with their reasons."""
+    return {int(layer): reason for layer, reason in artifact.skipped_layers.items() if layer.isdecimal()}
+
+
+def warnings(report: Report) -> list[tuple[str, str]]:
+    """Return (whom it concerns, text) of all warnings; texts shared by several artifacts appear once."""
+    concerns: dict[str, list[str]] = {clean(text): [] for text in report.warnings}
+    for artifact in report.artifacts:
+        for text in artifact.warnings:
+            concerns.setdefault(clean(text), []).append(clean(artifact.name))
+    return [(", ".join(names) or "all artifacts", text) for text, names in concerns.items()]
