@@ -92,10 +92,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
 def tiny_model(model_type: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build a random model of a transformers type in fp32, eval mode, on the CPU; the global RNG is left alone.
 
-    `overrides` are configuration fields; None drops the field. Windows are 16 tokens where the type has them.
+    `overrides` are configuration fields. Windows are 16 tokens where the type has them.
     """
-    fields = T0 | EXTRAS.get(model_type, {}) | overrides
-    config = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if value is not None})
+    defaults = {key: value for key, value in (T0 | EXTRAS.get(model_type, {})).items() if value is not None}
+    config = AutoConfig.for_model(model_type, **defaults | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)

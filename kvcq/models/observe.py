@@ -43,8 +43,9 @@ def observe(model: PreTrainedModel, longest: int | None = None) -> Observation:
     into the regime of a sequence of that length.
     """
     config = decoder_config(model)
-    limit = getattr(config, "max_position_embeddings", None) or SHORTEST
-    last = min(max(longest or 0, SHORTEST), max(limit, SHORTEST)) - 1
+    last = max(longest or 0, SHORTEST) - 1
+    if not any("inv_freq" in name for name, _ in model.named_buffers()):
+        last = SHORTEST - 1  # a table of learned positions ends somewhere
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (1, TOKENS + 1), generator=generator)
     positions = torch.arange(TOKENS + 1)
