@@ -77,12 +77,14 @@ def file_header(entries: list[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_entries(table: dict[str, dict[str, Any]]) -> list[TensorEntry]:
+def parse_entries(table: Any) -> list[TensorEntry]:
     """Return the entries of a decoded header, offsets ignored: the caller rebuilds the header and compares.
 
     Raises:
         ValueError, TypeError, KeyError: not a table of tensors.
     """
+    if not isinstance(table, dict):
+        raise ValueError("not an object")
     entries = []
     for name, slot in table.items():
         match = LAYER_NAME.fullmatch(name)

@@ -23,7 +23,7 @@ def tensor_entry(name: str, tensor: Array) -> TensorEntry:
     Raises:
         InputError: a dtype that has no place in a file, or a name outside letters, digits, ``_`` and dots.
     """
-    kind = str(tensor.dtype).removeprefix("torch.")
+    kind = tensor.dtype.name if isinstance(tensor, np.ndarray) else str(tensor.dtype).removeprefix("torch.")
     if kind not in BY_TORCH:
         raise InputError(f"tensor {name!a} has dtype {kind}", fix=f"allowed: {', '.join(BY_TORCH)}")
     if not re.fullmatch(TENSOR_NAME, name):
