@@ -1,21 +1,19 @@
 """Tiny models and sequences shared by the tests of capture."""
 
 import hashlib
-from types import SimpleNamespace
 
 import numpy as np
 
 from kvcq.capture.collect import Capture
 from kvcq.data.sequences import TokenSequence
-from kvcq.models.geometry import plan_geometry
+from kvcq.models.load import wrap_model
 from kvcq.stats.probe import ProbePlan, choose_probe
 from kvcq.stats.sampling import RowSelection
 from tests.tiny import tiny_model, tiny_tokens
 
 
 def loaded(model_type="llama", **overrides):
-    model = tiny_model(model_type, **overrides)
-    return SimpleNamespace(model=model, geometry=plan_geometry(model))
+    return wrap_model(tiny_model(model_type, **overrides))
 
 
 def sequence(number, length, segments=None):

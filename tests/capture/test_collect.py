@@ -1,4 +1,5 @@
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -110,18 +111,6 @@ def test_order_shards_and_interruptions_are_bit_equal():
     assert equal_parts(merge_parts(GEOMETRY, [rest, first], 40, 10), whole)
 
 
-def test_one_and_two_threads_are_bit_equal_up_to_the_model():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = collect(LLAMA, GEOMETRY, SEQUENCES[:2])[0].result
-        torch.set_num_threads(2)
-        two = collect(LLAMA, GEOMETRY, SEQUENCES[:2])[0].result
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one.samples["rows.hashes"], two.samples["rows.hashes"])
-
-
 def test_segments_are_forwarded_on_their_own():
     joined = sequence(1, 60, ((0, 25), (25, 60)))
     parts = [sequence(1, 60).tokens[:25], sequence(1, 60).tokens[25:]]
@@ -186,3 +175,20 @@ def test_misuse_is_refused():
         capture.run(SEQUENCES[1], 100)
     with pytest.raises(InputError, match="--chunk"):
         capture.run(SEQUENCES[1], 0)
+
+
+def test_memory_does_not_grow_with_the_number_of_sequences():
+    many = [sequence(100 + n, 64) for n in range(150)]
+    process = psutil.Process()
+    collect(LLAMA, GEOMETRY, many[:50])
+    before = process.memory_info().rss
+    collect(LLAMA, GEOMETRY, many)
+    assert process.memory_info().rss < 1.05 * before
+
+
+def test_texts_of_other_lengths_do_not_touch_a_texts_statistics():
+    texts = [sequence(1, 5), sequence(2, 12)]
+    together = collect(LLAMA, GEOMETRY, texts, plan=everything(texts))[0].result
+    alone = [collect(LLAMA, GEOMETRY, [one], plan=everything([one]))[0].result for one in texts]
+    assert equal_parts(merge_parts(GEOMETRY, alone, 40, 10), together)
+    assert together.tokens == 17

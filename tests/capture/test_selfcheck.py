@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -163,6 +165,4 @@ def test_an_implausible_loss_warns():
 
 def _planned_as_llama(model):
     source = loaded("llama")
-    source.geometry = source.geometry.model_copy(update={"model_type": "diffllama"})
-    source.model = model
-    return source
+    return replace(source, model=model, geometry=source.geometry.model_copy(update={"model_type": "diffllama"}))
