@@ -75,17 +75,15 @@ def test_half_precision_passes_with_its_own_tolerance(dtype):
 
 def test_a_layer_with_its_own_softmax_is_refused():
     source = loaded("llama")
-    original = source.model.model.layers[2].self_attn
 
     class Own(torch.nn.Module):
         def forward(self, hidden_states, **options):
             return torch.softmax(hidden_states, -1), None
 
     source.model.model.layers[2].self_attn = Own()
-    with pytest.raises(UnsupportedError, match=r"layer 2\): |layer 2") as caught:
+    with pytest.raises(UnsupportedError, match="layer 2") as caught:
         self_check(source, TOKENS)
     assert "\n" not in str(caught.value)
-    source.model.model.layers[2].self_attn = original
 
 
 def test_a_call_that_is_not_what_is_cached_is_refused():
