@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,8 +101,7 @@ def _judge(
     def rotate(call: AttentionCall) -> Tensor:
         heads, dims = call.value.shape[1], call.value.shape[3]
         rotations[:] = [_orthogonal(heads, dims, seed).to(call.value)]
-        turned = AttentionCall(**{**vars(call), "value": call.value @ rotations[0]})
-        return plain_attention(turned)
+        return plain_attention(replace(call, value=call.value @ rotations[0]))
 
     def run(hook: Any) -> Tensor:
         with attention_hook(model, hook):

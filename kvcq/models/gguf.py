@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -14,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcq.errors import InputError, ResourceError
-from kvcq.models.library import quiet_library
+from kvcq.models.library import quiet_library, refuse_incomplete
 
 MAGIC = b"GGUF"
 
@@ -63,12 +65,16 @@ def convert_gguf(gguf_path: Path, dest_folder: Path, progress: Callable[[str], N
 def _write_folder(gguf_path: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
     try:
-        with quiet_library():
+        # The library draws a bar here that no switch turns off.
+        with quiet_library(), contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(**source)
-            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.bfloat16, output_loading_info=True
+            )
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"the GGUF file cannot be read: {reason}", where=gguf_path.name) from error
+    refuse_incomplete(report, gguf_path.name)
     # The library refuses save_pretrained() on a model read from GGUF, so the folder is written by hand.
     state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:

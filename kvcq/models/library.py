@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from kvcq.errors import UnsupportedError
+from kvcq.errors import InputError, UnsupportedError
 
 
 @contextmanager
@@ -30,6 +30,22 @@ def quiet_library() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def refuse_incomplete(report: Mapping[str, Any], label: str) -> None:
+    """Refuse a model whose files lack weights: the library fills them with random numbers and only warns.
+
+    Args:
+        report: What ``from_pretrained(output_loading_info=True)`` returned beside the model.
+        label: Name of the model in the error.
+
+    Raises:
+        InputError: a weight is missing or has another shape; the line names the first.
+    """
+    for kind in ("missing", "mismatched"):
+        names = sorted(str(name) for name in report.get(f"{kind}_keys") or ())
+        if names:
+            raise InputError(f"{len(names)} weights are {kind}, the first is {names[0]}", where=label)
 
 
 def decoder_config(model: PreTrainedModel) -> Any:

@@ -18,7 +18,7 @@ from kvcq.models.failures import loading
 from kvcq.models.geometry import plan_geometry
 from kvcq.models.gguf import gguf_folder
 from kvcq.models.identity import build_identity, build_provenance
-from kvcq.models.library import quiet_library
+from kvcq.models.library import quiet_library, refuse_incomplete
 from kvcq.models.source import ModelSource, resolve_source
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
@@ -97,7 +97,7 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             location, dtype=wanted, device_map=device_map, use_safetensors=True, output_loading_info=True, **options
         )
-        _refuse_incomplete(source, report)
+        refuse_incomplete(report, source.label)
         if device_map is None:
             model.to(place)
         if not type(model).__module__.startswith("transformers."):
@@ -198,16 +198,6 @@ def _tokenizer(location: str, source: ModelSource, options: dict[str, Any], need
                 "the model has no readable tokenizer", where=source.label, fix="add tokenizer.json to the folder"
             ) from error
         return None
-
-
-def _refuse_incomplete(source: ModelSource, report: dict[str, Any]) -> None:
-    """The library fills missing weights with random numbers and only warns."""
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report.get(kind) or ())
-        if names:
-            raise InputError(
-                f"{len(names)} weights are {kind.removesuffix('_keys')}, the first is {names[0]}", where=source.label
-            )
 
 
 def _snapshot(location: str, model: PreTrainedModel) -> Path | None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,9 +103,7 @@ def test_without_the_mask_function_the_model_sees_the_future(monkeypatch):
     def blind(call):
         masks.append(call.mask)
         everything = torch.ones(1, 1, call.query.shape[2], call.key.shape[2], dtype=torch.bool)
-        return plain_attention(
-            AttentionCall(**{**vars(call), "mask": call.mask if call.mask is not None else everything})
-        )
+        return plain_attention(replace(call, mask=call.mask if call.mask is not None else everything))
 
     with attention_hook(model, blind):
         assert relative(forward(model, tokens), expected) > 1e-2
@@ -246,7 +246,7 @@ def test_plain_attention_is_attention(batch, kv_heads, group, queries, history, 
         mask[..., 0] = True
         if form == "additive":
             mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        call = AttentionCall(**{**vars(call), "mask": mask})
+        call = replace(call, mask=mask)
     torch.testing.assert_close(plain_attention(call), naive(call).float(), rtol=1e-4, atol=1e-5)
 
 

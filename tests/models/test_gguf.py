@@ -15,7 +15,7 @@ from kvcq.models.load import load_model
 from tests.tiny import tiny_model, tiny_tokenizer, tiny_tokens
 
 
-def write_gguf(path):
+def write_gguf(path, skip=()):
     """A tiny llama with a byte-pair vocabulary in GGUF, float32."""
     from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 
@@ -44,10 +44,12 @@ def write_gguf(path):
     writer.add_eos_token_id(2)
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, 4)
     for name, tensor in model.state_dict().items():
+        if name in skip:
+            continue
         stored = tensor
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp stores interleaved pairs
             stored = tensor.unflatten(0, (-1, 2, 16)).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)) + ".weight", np.ascontiguousarray(stored.numpy()))
+        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(stored.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -70,7 +72,13 @@ def test_a_gguf_file_becomes_the_same_model_in_bfloat16(weights, tmp_path, capfd
         parameter.copy_(parameter.bfloat16().float())
     tokens = tiny_tokens(20)[None]
     torch.testing.assert_close(forward(loaded.model, tokens), forward(rounded, tokens), rtol=1e-3, atol=1e-3)
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_gguf_file_that_lacks_weights_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "part.gguf", skip={"model.layers.2.mlp.up_proj.weight"})
+    with pytest.raises(InputError, match=r"model.layers.2.mlp.up_proj.weight \(part.gguf\)"):
+        convert_gguf(path, tmp_path / "out")
 
 
 def test_a_conversion_is_made_once_and_again_when_the_file_changes(weights, tmp_path):
