@@ -5,9 +5,13 @@ from __future__ import annotations
 import json as json_module
 import sys
 import time
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from kvcq.spec.report import Report
 
 LINE_INTERVAL = 10.0
+PIPE_WIDTH = 110
 
 
 def tolerate_any_locale() -> None:
@@ -83,6 +87,19 @@ class Console:
         if self._json:
             text = json_module.dumps(payload, ensure_ascii=False, sort_keys=True)
         self._write(sys.stdout, text)
+
+    def report(self, report: Report, footer: str, payload: dict[str, Any]) -> None:
+        """Print a validation report as tables, in colour on a terminal, or as the one JSON object."""
+        if self._json:
+            self.result("", payload)
+            return
+        from rich.console import Console as RichConsole
+
+        from kvcq.reports.terminal import print_report
+
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        print_report(report, RichConsole(file=sys.stdout, width=width))
+        self._write(sys.stdout, footer)
 
     def _line(self, text: str) -> None:
         text = " ".join(text.split())

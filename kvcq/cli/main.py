@@ -55,34 +55,38 @@ def _on_sigterm(*_: object) -> NoReturn:
 
 def execute(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; prints at most one line for an error."""
-    debug = "--debug" in arguments
     try:
         code = app(list(arguments), standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except KvcqError as error:
-        message, exit_code = str(error), error.exit_code
-    except _ClickError as error:
-        message, exit_code = f"{error.format_message()} (kvcq --help shows the usage)", 2
     except typer.Exit as stop:
         return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        message, exit_code = "interrupted: nothing was left behind, run the same command again", 130
-    except Terminated:
-        message, exit_code = "terminated: nothing was left behind, run the same command again", 143
     except BrokenPipeError:
         # The reader went away (kvcq ... | head); a second error at interpreter exit would be noise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError:
-        message, exit_code = "out of memory: lower --seq-len or --chunk first, then --rows", 6
-    except Exception as error:
-        message, exit_code = f"unexpected {type(error).__name__}: {error} (add --debug for the traceback)", 1
-    if debug:
-        import traceback
+    except BaseException as error:
+        if "--debug" in arguments:
+            import traceback
 
-        traceback.print_exc()
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
-    return exit_code
+            traceback.print_exc()
+        message, exit_code = explain(error)
+        print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+        return exit_code
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """Return the one line and the exit code of an error."""
+    if isinstance(error, KvcqError):
+        return str(error), error.exit_code
+    if isinstance(error, _ClickError):
+        return f"{error.format_message()} (kvcq --help shows the usage)", 2
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "interrupted: nothing was left behind, run the same command again", 130
+    if isinstance(error, Terminated):
+        return "terminated: nothing was left behind, run the same command again", 143
+    if isinstance(error, MemoryError):
+        return "out of memory: lower --seq-len or --chunk first, then --rows", 6
+    return f"unexpected {type(error).__name__}: {error} (add --debug for the traceback)", 1
 
 
 def run() -> NoReturn:

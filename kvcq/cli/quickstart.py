@@ -28,4 +28,4 @@ def command(
 
     with Console(json=json, quiet=quiet) as console:
         result = quickstart(QuickstartRequest(model=model, out=out, force=force), console)
-    console.result(result.text(), result.payload())
+    console.report(result.validated.report, result.text(), result.payload())

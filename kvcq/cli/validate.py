@@ -85,7 +85,10 @@ def command(
     )
     with Console(json=json, quiet=quiet) as console:
         result = validate(request, console)
-    console.result(result.text(), result.payload())
+    if result.path is None:
+        console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())
+        return
+    console.report(result.report, f"report: {result.path / 'report.html'}", result.payload())
     if result.failed_gates:
         raise GateFailed(
             f"{len(result.failed_gates)} of {len(result.report.gates)} gates failed",

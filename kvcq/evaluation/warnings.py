@@ -27,7 +27,7 @@ def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float
     return [
         f"{_layers(layers)}: the keys' mean outweighs their spread (|mean|^2 / variance {mean_ratios[worst]:.1f} "
         f"in layer {worst}) and the codec does not subtract it, so the codes describe the mean: "
-        f"use a centred method (oscar_centered, nova), or keep the layers in BF16 with "
+        f"use a centred method (oscar-centered, nova), or keep the layers in BF16 with "
         f"--set skip_layers={','.join(map(str, sorted(layers)))}"
     ]
 

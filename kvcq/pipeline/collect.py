@@ -49,7 +49,7 @@ class CollectResult:
             ("layers", f"{len(layers)} of {len(header.geometry.layers)} measured"),
             ("text", ", ".join(header.data.sources)),
             ("tokens", f"{header.tokens} in {len(header.sequences)} sequences, probe of {len(header.probe)}"),
-            ("rows", f"{header.rows} keys and values, {header.query_rows} queries per layer"),
+            ("rows", f"up to {header.rows} keys and values, {header.query_rows} queries per layer"),
         ]
         if self.path:
             rows.append(("digest", header.digest))
@@ -106,7 +106,7 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     for digest, counted in plan.counted.items():
         if counted:
             selection.offer(digest, counted)
-    header = describe(request, loaded, geometry, corpus, plan, len(selection), tuple(warnings))
+    header = describe(request, loaded, geometry, corpus, plan, tuple(warnings))
     if request.dry_run:
         return CollectResult(None, header, planned)
     part = run(loaded, geometry, corpus, selection, plan, request.chunk, reporter)
@@ -143,7 +143,6 @@ def describe(
     geometry: ModelGeometry,
     corpus: Corpus,
     plan: ProbePlan,
-    rows: int,
     warnings: tuple[str, ...],
 ) -> StatsHeader:
     """Compose the header: everything that is known before the first forward."""
@@ -158,8 +157,8 @@ def describe(
         probe_split=plan.split,
         tokens=sum(counted.values()),
         longest=max(counted.values()),
-        rows=rows,
-        query_rows=min(rows, request.query_rows),
+        rows=request.rows,
+        query_rows=min(request.rows, request.query_rows),
         seed=request.seed,
         dtype=loaded.dtype_name,
         chunk=request.chunk,

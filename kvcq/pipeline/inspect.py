@@ -8,7 +8,6 @@ from typing import Any
 
 from kvcq.artifacts import diff as differences
 from kvcq.artifacts import verify as checks
-from kvcq.artifacts.bundle import Bundle
 from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
@@ -54,7 +53,6 @@ def inspect(path: Path) -> Answer:
         return _answer("fit", artifact.header, _fit(artifact.header))
     if isinstance(artifact, ReportArtifact):
         return _answer("report", artifact.report, _report(artifact.report))
-    assert isinstance(artifact, Bundle)
     return _answer("bundle", artifact.manifest, _bundle(artifact.manifest))
 
 
@@ -110,7 +108,7 @@ def _bundle(manifest: Manifest) -> list[tuple[str, str]]:
 
 def _fitted(header: FitHeader | Manifest) -> list[tuple[str, str]]:
     recipe = header.recipe
-    rows = [
+    return [
         ("model", f"{header.provenance.source} ({header.geometry.model_type})"),
         ("method", recipe.method + "".join(f" {key}={value}" for key, value in recipe.params.items())),
         ("windows", f"sink {recipe.windows.sink}, recent {recipe.windows.recent}"),
@@ -119,7 +117,6 @@ def _fitted(header: FitHeader | Manifest) -> list[tuple[str, str]]:
         *_plan(header.plan),
         ("tensors", f"{len(header.tensors)}, {header.tensors_digest}"),
     ]
-    return rows
 
 
 def _plan(plan: tuple[LayerPlan, ...]) -> list[tuple[str, str]]:

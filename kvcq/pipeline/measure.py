@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvcq.codecs.pair import HeadCodec
 from kvcq.data.sequences import TokenSequence
+from kvcq.errors import InputError
 from kvcq.evaluation.attention import AttentionBlock, measure_layer, query_positions
 from kvcq.evaluation.canary import CanaryRecord, build_canary
 from kvcq.evaluation.pool import LayerSample
@@ -113,6 +114,8 @@ def record_canary(
             exact_cache[key] = _logits(loaded, tokens)[positions]
         return exact_cache[key]
 
+    if loaded.tokenizer is None:
+        raise InputError("the model has no tokenizer", where=loaded.provenance.source, fix="add its tokenizer files")
     return build_canary(logits, loaded.tokenizer.encode, subject.windows)
 
 

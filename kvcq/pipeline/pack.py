@@ -13,7 +13,7 @@ from kvcq.errors import InputError
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import PackRequest
 from kvcq.pipeline.result import aligned
-from kvcq.reports.card import render_card
+from kvcq.reports.card import bundle_card
 from kvcq.spec.manifest import Manifest
 
 
@@ -70,6 +70,6 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
     if request.dry_run:
         return PackResult(None, manifest)
     reporter.stage(f"writing {request.out.name}")
-    card = render_card(manifest)
+    card = bundle_card(manifest)
     manifest = write_bundle(request.out, manifest, fit, report, card, archive=request.archive, force=request.force)
     return PackResult(request.out, manifest)

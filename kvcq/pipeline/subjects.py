@@ -17,7 +17,9 @@ from kvcq.errors import InputError, MismatchError
 from kvcq.pipeline.progress import Reporter
 from kvcq.spec.files import TensorEntry
 from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.header import FitHeader
 from kvcq.spec.identity import Identity, Provenance
+from kvcq.spec.manifest import Manifest
 from kvcq.spec.plan import LayerPlan, Windows
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ def open_subjects(paths: Sequence[Path]) -> list[Subject]:
 
 def _open(path: Path, name: str) -> Subject:
     artifact = read_any(path)
+    header: FitHeader | Manifest
     if isinstance(artifact, FitArtifact):
         header = artifact.header
     elif isinstance(artifact, Bundle):

@@ -25,7 +25,6 @@ from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
 from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_model, open_subjects
 from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
-from kvcq.reports.terminal import render_text
 from kvcq.runtime.layout import bits_per_element, constants_bytes, kv_bytes_per_token
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan, Windows
@@ -54,12 +53,6 @@ class ValidateResult:
             for gate in self.report.gates
             if not gate.passed
         )
-
-    def text(self) -> str:
-        """Return the report for a terminal."""
-        if self.path is None:
-            return "dry run: artifacts, model and text fit together; nothing written"
-        return f"{render_text(self.report)}\n\nreport: {self.path / 'report.html'}"
 
     def payload(self) -> dict[str, Any]:
         """Return the whole report for machines."""
@@ -136,7 +129,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
         for number, s in enumerate(subjects)
         if s.name in canaries
     }
-    info = {"seconds": round(time.monotonic() - started, 1), "device": str(loaded.device)}
+    info: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1), "device": str(loaded.device)}
     report = write_report(request.out, report, render_html(report), arrays, info, force=request.force)
     return ValidateResult(request.out, report)
 

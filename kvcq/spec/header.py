@@ -31,6 +31,7 @@ class StatsHeader(SpecModel):
 
     `sequences` and `probe` hold digests of token ids (unsalted: stats are as private as the text).
     `tokens` counts the tokens behind the moments (the probe is excluded); `longest` is the longest sequence.
+    `rows` and `query_rows` are the budgets asked for; fewer are stored when there are fewer tokens.
     `files` and `digest` (SHA-256 of the canonical header without that field) are filled in by the writer.
     """
 
