@@ -80,7 +80,7 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
         ResourceError: the disk cannot hold the result.
     """
     refuse_existing(request.out, request.force)
-    loaded = open_model(request, reporter)
+    loaded = open_model(request, reporter, longest=request.seq_len)
     corpus = open_corpus(request, loaded, reporter, seq_len=request.seq_len, num_tokens=request.num_tokens)
     reporter.stage("self-check of the capture")
     warnings = list(corpus.warnings)

@@ -12,9 +12,9 @@ from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
 
 
-def open_model(request: ModelRequest, reporter: Reporter) -> LoadedModel:
-    """Load the model of a request."""
-    reporter.stage(f"loading {request.model}")
+def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> LoadedModel:
+    """Load the model of a request; `longest` decides which branch of a length-dependent RoPE is in force."""
+    reporter.stage("opening the model")
     return load_model(
         request.model,
         revision=request.revision,
@@ -22,6 +22,7 @@ def open_model(request: ModelRequest, reporter: Reporter) -> LoadedModel:
         dtype=request.dtype,
         device_map=request.device_map,
         trust_remote_code=request.trust_remote_code,
+        longest=longest,
         notify=reporter.note,
     )
 

@@ -74,7 +74,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     contexts = tuple(sorted(set(request.contexts)))
     for subject in subjects:
         check_context(contexts[0], subject.windows)
-    loaded = open_model(request, reporter)
+    loaded = open_model(request, reporter, longest=contexts[-1])
     for subject in subjects:
         check_model(subject, loaded, strict=request.strict, reporter=reporter)
     longest = contexts[-1]
