@@ -106,9 +106,6 @@ def _regime(module: nn.Module, prefix: str) -> str:
     original = getattr(module, f"{prefix}original_inv_freq", None)
     current = getattr(module, f"{prefix}inv_freq")
     extended = original is not None and not torch.equal(original.to(current), current)
-    if kind == "longrope":
-        return "longrope:long" if extended else "longrope:short"
-    if "dynamic" in kind and extended:
-        length: Any = getattr(module, f"{prefix}max_seq_len_cached", None) or module.max_seq_len_cached
-        return f"{kind}:{int(length)}"
+    if kind == "longrope" or "dynamic" in kind:
+        return f"{kind}:{'long' if extended else 'short'}"
     return str(kind)

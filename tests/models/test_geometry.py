@@ -57,7 +57,7 @@ def test_shared_layers_name_the_layer_whose_cache_they_read():
         ("mpt", "attention cannot be observed"),
         ("deepseek_v3", "MLA latent cache is not supported"),
         ("minicpm3", "MLA latent cache is not supported"),
-        ("diffllama", "calls attention 2 times"),
+        ("diffllama", "cannot be observed"),
         ("jetmoe", "4 KV heads, the configuration says 2"),
         ("doge", "attention mask of shape"),
     ],

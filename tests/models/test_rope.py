@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kvcq.errors import UnsupportedError
 from kvcq.models.attention import attention_hook, plain_attention
 from kvcq.models.library import forward
 from kvcq.models.rope import rope_specs
@@ -75,7 +76,10 @@ def rotate(x, positions, spec):
 def test_rotating_by_the_spec_is_a_shift_of_positions(name):
     overrides, expected, nope = KINDS[name]
     model, tokens = tiny_model(name.split("-")[0], **overrides), tiny_tokens(12)
-    specs, layers = rope_specs(model)
+    try:
+        specs, layers = rope_specs(model)
+    except UnsupportedError:
+        pytest.skip(f"{name} keeps its attention to itself in this version of transformers")
     first = specs[next(index for index in layers.values() if index is not None)]
     assert (first.rotary_dims, first.pairing, first.sense, first.regime) == expected
     assert [layer for layer, index in layers.items() if index is None] == nope
@@ -106,11 +110,11 @@ def test_longrope_records_the_branch_that_the_length_selects():
     assert rope_specs(model)[0] == (short,)
 
 
-def test_dynamic_ntk_records_the_length_it_was_computed_for():
+def test_dynamic_ntk_records_whether_it_is_stretched():
     model = tiny_model("llama", **DYNAMIC)
-    assert rope_specs(model)[0][0].regime == "dynamic"
+    assert rope_specs(model)[0][0].regime == "dynamic:short"
     (stretched,), _ = rope_specs(model, longest=200)
-    assert stretched.regime == "dynamic:200"
+    assert stretched.regime == "dynamic:long"
 
 
 def test_learned_positions_have_no_rotation():
