@@ -19,7 +19,9 @@ from kvcq.artifacts.store import Staging
 from kvcq.artifacts.tensor_file import parse_tensors
 from kvcq.errors import CorruptArtifactError, InputError, MismatchError
 from kvcq.spec.files import FileEntry
+from kvcq.spec.header import FitHeader
 from kvcq.spec.manifest import Manifest, ValidationSummary
+from kvcq.spec.plan import plan_digest
 from kvcq.spec.report import ArtifactReport, Report
 from kvcq.version import __version__
 
@@ -59,8 +61,8 @@ def draft_manifest(fit: FitArtifact, report: ReportArtifact) -> Manifest:
     header, found = fit.header, report.report
     if found.identity != header.identity:
         raise MismatchError("report and fit are of different models", fix="validate this fit and pack again")
-    row = find_row(found, header.tensors_digest)
-    if row is None or row.windows != header.recipe.windows:
+    row = find_row(found, header)
+    if row is None:
         raise MismatchError("the report does not cover this fit", fix="validate this fit and pack again")
     if row.canary is None or row.constants_bytes is None:
         raise InputError(f"the report's row {row.name} has no canary or storage", fix="validate again")
@@ -109,7 +111,7 @@ def write_bundle(
         InputError: the output exists and `force` is off, or may not be written.
         ResourceError: the disk is full.
     """
-    row = find_row(report.report, manifest.tensors_digest)
+    row = find_row(report.report, manifest)
     if row is None or row.canary is None:
         raise MismatchError("the report does not cover this fit", fix="validate this fit and pack again")
     members: dict[str, bytes | memoryview] = {
@@ -166,9 +168,14 @@ def load_bundle(files: Files) -> Bundle:
     )
 
 
-def find_row(report: Report, digest: str) -> ArtifactReport | None:
-    """Return the report's row for the tensors with this digest."""
-    return next((row for row in report.artifacts if row.tensors_digest == digest), None)
+def find_row(report: Report, header: FitHeader | Manifest) -> ArtifactReport | None:
+    """Return the row that measured these tensors under this plan and these windows.
+
+    The digest of the tensors alone is not enough: fits that differ in a clip or a window may share every tensor.
+    """
+    wanted = (header.tensors_digest, plan_digest(header.plan), header.recipe.windows)
+    found = (row for row in report.artifacts if (row.tensors_digest, row.plan_digest, row.windows) == wanted)
+    return next(found, None)
 
 
 def _validation(report: Report, row: ArtifactReport, sha256: str) -> ValidationSummary:
@@ -178,8 +185,8 @@ def _validation(report: Report, row: ArtifactReport, sha256: str) -> ValidationS
 
 def _bound_row(manifest: Manifest, report: Report, entries: dict[str, FileEntry], where: str) -> ArtifactReport:
     """Return the row of the report that measured these tensors, after comparing all that the manifest repeats."""
-    row = find_row(report, manifest.tensors_digest)
-    if row is None or row.windows != manifest.recipe.windows or report.identity != manifest.identity:
+    row = find_row(report, manifest)
+    if row is None or report.identity != manifest.identity:
         raise CorruptArtifactError("the report is not of these tensors", where=where)
     canary = None if row.canary is None else (row.canary.file.size, row.canary.file.sha256)
     if canary != (entries[CANARY].size, entries[CANARY].sha256):

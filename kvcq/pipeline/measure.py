@@ -11,7 +11,7 @@ from kvcq.codecs.pair import HeadCodec
 from kvcq.data.sequences import TokenSequence
 from kvcq.errors import InputError
 from kvcq.evaluation.attention import AttentionBlock, measure_layer, query_positions
-from kvcq.evaluation.canary import CanaryRecord, build_canary
+from kvcq.evaluation.canary import CanaryRecord, build_canary, canary_length
 from kvcq.evaluation.pool import LayerSample
 from kvcq.evaluation.simulate import simulated_attention
 from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
@@ -114,9 +114,28 @@ def record_canary(
             exact_cache[key] = _logits(loaded, tokens)[positions]
         return exact_cache[key]
 
+    def encode(text: str) -> list[int]:
+        # verbose=False: the passages are cut to length afterwards, the library's length warning would be noise.
+        return list(loaded.tokenizer(text, verbose=False)["input_ids"])
+
+    return build_canary(logits, encode, subject.windows)
+
+
+def check_canary(loaded: LoadedModel, subject: Subject) -> None:
+    """Refuse what would fail only after the measurement: no tokenizer, or windows too large for the model's context.
+
+    Raises:
+        InputError: either of them.
+    """
     if loaded.tokenizer is None:
         raise InputError("the model has no tokenizer", where=loaded.provenance.source, fix="add its tokenizer files")
-    return build_canary(logits, loaded.tokenizer.encode, subject.windows)
+    longest, needed = loaded.geometry.max_positions, canary_length(subject.windows)
+    if longest is not None and needed > longest:
+        raise InputError(
+            f"the canary of {subject.name} takes {needed} tokens, the model's context is {longest}",
+            where=f"windows sink {subject.windows.sink}, recent {subject.windows.recent}",
+            fix="fit with smaller windows, or validate with --no-canary",
+        )
 
 
 def simulated_hook(codecs: Codecs, exact: Tensor) -> Callable[[AttentionCall], Tensor]:

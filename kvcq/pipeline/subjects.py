@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,9 @@ def open_subjects(paths: Sequence[Path]) -> list[Subject]:
     subjects: list[Subject] = []
     for path in paths:
         name = path.resolve().name.removesuffix(".kvcq")
-        taken = [subject.name for subject in subjects]
-        subjects.append(_open(path, name if name not in taken else f"{name}-{len(taken) + 1}"))
+        taken = {subject.name for subject in subjects}
+        numbered = (f"{name}-{number}" for number in count(2))
+        subjects.append(_open(path, name if name not in taken else next(n for n in numbered if n not in taken)))
     return subjects
 
 

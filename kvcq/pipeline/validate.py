@@ -18,7 +18,7 @@ from kvcq.evaluation.canary import CanaryRecord
 from kvcq.evaluation.gates import apply_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
 from kvcq.evaluation.warnings import centring_warnings, context_warnings
-from kvcq.pipeline.measure import Samples, decide_folds, measure_passage, record_canary
+from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
@@ -27,7 +27,7 @@ from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
 from kvcq.runtime.layout import bits_per_element, constants_bytes, kv_bytes_per_token
 from kvcq.spec.geometry import ModelGeometry
-from kvcq.spec.plan import LayerPlan, Windows
+from kvcq.spec.plan import LayerPlan, Windows, plan_digest
 from kvcq.spec.report import ArtifactReport, CanarySummary, FoldDecision, Report
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     loaded = open_model(request, reporter, longest=contexts[-1])
     for subject in subjects:
         check_model(subject, loaded, strict=request.strict, reporter=reporter)
+        if wants_canary(request, subject):
+            check_canary(loaded, subject)
     longest = contexts[-1]
     corpus = open_corpus(request, loaded, reporter, seq_len=longest, num_tokens=longest * request.passages)
     passages = [sequence for sequence in corpus.sequences if len(sequence.tokens) == longest]
@@ -114,7 +116,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
         reporter.stage("recording the canary")
         exact_logits: dict[bytes, torch.Tensor] = {}
         for number, (subject, own) in enumerate(zip(subjects, codecs, strict=True), start=1):
-            if own and (request.canary is None or subject.name in request.canary):
+            if wants_canary(request, subject):
                 canaries[subject.name] = record_canary(loaded, subject, own, exact_logits)
             reporter.advance(number, len(subjects), "artifacts")
 
@@ -132,6 +134,11 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     info: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1), "device": str(loaded.device)}
     report = write_report(request.out, report, render_html(report), arrays, info, force=request.force)
     return ValidateResult(request.out, report)
+
+
+def wants_canary(request: ValidateRequest, subject: Subject) -> bool:
+    """Return True when a canary is recorded for an artifact: asked for, and it quantizes something."""
+    return bool(subject.quantized) and (request.canary is None or subject.name in request.canary)
 
 
 def fold_stage(
@@ -188,6 +195,7 @@ def subject_row(
         name=subject.name,
         method=subject.method,
         tensors_digest=subject.tensors_digest,
+        plan_digest=plan_digest(plan),
         windows=subject.windows,
         target_context=subject.target_context,
         bits={str(entry.context): entry.total for entry in storage},

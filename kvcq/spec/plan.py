@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field, model_validator
 
 from kvcq.spec.base import SpecModel
+from kvcq.spec.canonical import digest
 from kvcq.spec.codec import CodecSpec
 
 
@@ -35,3 +38,8 @@ class LayerPlan(SpecModel):
     def quantized(self) -> bool:
         """True when this layer's cache is stored in codes."""
         return self.k is not None
+
+
+def plan_digest(plan: Sequence[LayerPlan]) -> str:
+    """Return the SHA-256 of a plan: plans of equal tensors may still differ, e.g. in a clip or the groups."""
+    return digest([entry.plain() for entry in plan])

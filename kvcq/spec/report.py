@@ -103,9 +103,10 @@ class CanarySummary(SpecModel):
 
 
 class ArtifactReport(SpecModel):
-    """One artifact, or the BF16 reference (then `tensors_digest` is None).
+    """One artifact, or the BF16 reference (then both digests are None).
 
     Attributes:
+        plan_digest: SHA-256 of the plan; together with `tensors_digest` it says what was measured.
         bits: Total bits per element by context, keys are contexts in tokens.
         storage: The same totals broken down.
         bytes_per_token: Marginal bytes of one more token, all layers and heads, BF16 layers included.
@@ -115,6 +116,7 @@ class ArtifactReport(SpecModel):
     name: str
     method: str
     tensors_digest: str | None
+    plan_digest: str | None = None
     windows: Windows
     target_context: int | None
     bits: dict[str, float]

@@ -12,7 +12,7 @@ from kvcq.spec.codec import CodecSpec
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry, RopeSpec
 from kvcq.spec.header import DataSource, FitHeader, StatsHeader
 from kvcq.spec.identity import Identity, Provenance
-from kvcq.spec.plan import LayerPlan
+from kvcq.spec.plan import LayerPlan, plan_digest
 from kvcq.spec.recipe import Recipe
 from kvcq.spec.report import (
     ArtifactReport,
@@ -156,6 +156,7 @@ def report(header, canary="canary-0.safetensors", name="fit"):
         name=name,
         method=header.recipe.method,
         tensors_digest=header.tensors_digest,
+        plan_digest=plan_digest(header.plan),
         windows=header.recipe.windows,
         target_context=None,
         bits={"512": 2.5},
