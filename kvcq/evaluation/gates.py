@@ -81,7 +81,7 @@ def load_gates(path: Path) -> tuple[Gate, ...]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read gates: {error.strerror}", where=path) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = str(path) if mark is None else f"{path}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or "unreadable text"

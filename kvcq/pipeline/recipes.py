@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ from pydantic import ValidationError
 from kvcq.errors import InputError
 from kvcq.methods import registry
 from kvcq.methods.base import Method
+from kvcq.spec.plan import Windows
 from kvcq.spec.recipe import Recipe
 
-COMMON = ("method", "params", "windows", "skip_layers", "target_context", "seed")
+COMMON = tuple(Recipe.model_fields)
+WINDOWS = tuple(Windows.model_fields)
+MAPPINGS = ("params", "windows")
+# Beside its own errors PyYAML lets a ValueError through for a date such as 2020-13-45.
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
@@ -27,19 +32,23 @@ def load_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the recipe: {error}", where=path, fix="name a readable YAML file") from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise InputError(
+            f"cannot read the recipe: {error.strerror}", where=path, fix="name a readable YAML file"
+        ) from None
+    except UNREADABLE as error:
         raise InputError(f"not YAML: {error}", where=path, fix="see examples/ for recipes") from None
     if not isinstance(value, dict):
         raise InputError("a recipe is a mapping of fields", where=path, fix="see examples/ for recipes")
-    for key in value:
-        if key not in COMMON:
-            raise InputError(f"unknown recipe field {key!r}", where=path, fix=_suggest(str(key), COMMON))
+    _refuse_unknown(value, COMMON, "recipe field", path)
+    for key in MAPPINGS:
+        if not isinstance(value.get(key) or {}, dict):
+            raise InputError(f"{key} is not a mapping", where=path, fix=f"write for example {key}: {{name: value}}")
+    _refuse_unknown(value.get("windows") or {}, WINDOWS, "windows field", path)
     return value
 
 
-def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def apply_settings(recipe: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Apply ``key=value`` settings; a key that is no common field is a parameter of the method.
 
     Values are YAML scalars; ``skip_layers`` takes a comma-separated list; ``windows.sink`` reaches inside.
@@ -52,14 +61,19 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> dict[str,
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise InputError(f"{setting!r} is not key=value", where="--set", fix="for example --set clip_k=0.96")
+        if key in MAPPINGS:
+            fix = "--set windows.sink=N and --set windows.recent=N" if key == "windows" else "--set NAME=VALUE"
+            raise InputError(f"{key} cannot be set as a whole", where="--set", fix=fix)
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except UNREADABLE:
             raise InputError(f"cannot read the value of {setting!r}", where="--set", fix="use a plain value") from None
         if key == "skip_layers":
-            result[key] = [int(item) for item in _items(text)]
+            result[key] = _layer_ids(text)
         elif key.startswith("windows."):
-            result["windows"][key.removeprefix("windows.")] = value
+            name = key.removeprefix("windows.")
+            _refuse_unknown((name,), WINDOWS, "windows field", "--set")
+            result["windows"][name] = value
         elif key in COMMON:
             result[key] = value
         else:
@@ -77,7 +91,7 @@ def resolve(fields: dict[str, Any], where: str | Path) -> tuple[Recipe, Method]:
     if not isinstance(name, str):
         known = ", ".join(registry.available())
         raise InputError("no method given", where=where, fix=f"--method one of: {known}")
-    method = registry.create(name, dict(fields.get("params") or {}))
+    method = registry.create(name, fields.get("params"))
     try:
         recipe = Recipe.model_validate({**fields, "method": method.name, "params": dataclasses.asdict(method)})
     except ValidationError as error:
@@ -87,13 +101,16 @@ def resolve(fields: dict[str, Any], where: str | Path) -> tuple[Recipe, Method]:
     return recipe, method
 
 
-def _items(text: str) -> list[str]:
+def _layer_ids(text: str) -> list[int]:
     items = [item.strip() for item in text.strip("[] ").split(",") if item.strip()]
-    if not all(item.isdigit() for item in items):
+    if not all(item.isascii() and item.isdigit() for item in items):
         raise InputError(f"{text!r} is not a list of layer ids", where="--set skip_layers", fix="for example 0,1,29")
-    return items
+    return [int(item) for item in items]
 
 
-def _suggest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+def _refuse_unknown(names: Iterable[Any], known: Sequence[str], kind: str, where: str | Path) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            fix = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+            raise InputError(f"unknown {kind} {name!r}", where=where, fix=fix)

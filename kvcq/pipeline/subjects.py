@@ -120,8 +120,21 @@ def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool, reporter
             where=subject.name,
             fix=f"load {subject.provenance.source}, or collect and fit for {loaded.provenance.source}",
         )
-    if subject.provenance.weights != loaded.provenance.weights:
-        line = f"{subject.name}: fitted on other weights ({subject.provenance.source}, not {loaded.provenance.source})"
+    if other := _other_origin(subject.provenance, loaded.provenance):
+        line = f"{subject.name}: fitted on {other}"
         if strict:
             raise MismatchError(line, where="--strict", fix="load the weights that the artifact was fitted on")
         reporter.warn(line)
+
+
+def _other_origin(theirs: Provenance, ours: Provenance) -> str | None:
+    """Say how the model that an artifact was fitted on differs from the loaded one, or None.
+
+    Weight files decide; a hub id and its revision count only where both sides have them, so that a local copy of the
+    same files is the same model.
+    """
+    if theirs.weights != ours.weights:
+        return f"other weights ({theirs.source}, not {ours.source})"
+    if theirs.revision and ours.revision and theirs.revision != ours.revision:
+        return f"another revision ({theirs.revision}, not {ours.revision})"
+    return None

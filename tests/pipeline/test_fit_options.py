@@ -126,7 +126,9 @@ def test_bad_recipes_are_refused_with_the_field(tmp_path: Path, text: str, says:
         ("windows.sinks=3", "did you mean 'sink'"),
         ("params=3", "params"),
         ("target_context=3", "inside the 4 sink tokens"),
-        ("groups=3", "use 1 or 4"),
+        ("groups=3", "does not divide"),
+        ("seed=2020-13-45", "cannot read the value"),
+        ("windows.sink=2020-01-01", "windows.sink"),
         ("clipk=3", "did you mean 'clip_k'"),
     ],
 )
