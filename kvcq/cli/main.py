@@ -81,9 +81,9 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, _ClickError):
         return f"{error.format_message()} (kvcq --help shows the usage)", 2
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return "interrupted: nothing was left behind, run the same command again", 130
+        return "interrupted: nothing half-written is left, run the same command again", 130
     if isinstance(error, Terminated):
-        return "terminated: nothing was left behind, run the same command again", 143
+        return "terminated: nothing half-written is left, run the same command again", 143
     if isinstance(error, MemoryError):
         return "out of memory: lower --seq-len or --chunk first, then --rows", 6
     return f"unexpected {type(error).__name__}: {error} (add --debug for the traceback)", 1

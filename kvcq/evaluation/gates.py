@@ -151,7 +151,7 @@ def _apply(gate: Gate, artifact: ArtifactReport) -> GateResult:
 def _measured(metric: str, artifact: ArtifactReport) -> dict[int, float]:
     """Return the values of a metric by context."""
     if metric == "bits":
-        return {int(context): bits for context, bits in artifact.bits.items()}
+        return {report.context: artifact.bits[str(report.context)] for report in artifact.contexts}
     if metric == "quantized_share":
         return {report.context: report.quantized_share for report in artifact.contexts}
     return {report.context: getattr(report.metrics, metric) for report in artifact.contexts}

@@ -15,11 +15,12 @@ from kvcq.capture.collect import Capture
 from kvcq.capture.selfcheck import self_check
 from kvcq.data.sequences import Corpus
 from kvcq.errors import ResourceError
+from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import CollectRequest
 from kvcq.pipeline.result import aligned
-from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
+from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing, regimes
 from kvcq.pipeline.versions import versions
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.header import StatsHeader
@@ -82,6 +83,7 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     refuse_existing(request.out, request.force)
     loaded = open_model(request, reporter, longest=request.seq_len)
     corpus = open_corpus(request, loaded, reporter, seq_len=request.seq_len, num_tokens=request.num_tokens)
+    require_quantizable(loaded.geometry)
     reporter.stage("self-check of the capture")
     warnings = list(corpus.warnings)
 
@@ -92,6 +94,11 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     geometry = self_check(
         loaded, torch.from_numpy(corpus.sequences[0].tokens[:CHECK_TOKENS].astype("int64")), warn=warn
     )
+    for regime in regimes(geometry):
+        warn(
+            f"RoPE {regime}: keys depend on the sequence length, the statistics hold in the regime of "
+            f"{request.seq_len} tokens only: collect at a length that you will serve"
+        )
     plan = choose_probe([(sequence.digest, sequence.segments) for sequence in corpus.sequences])
     for line in check_tokens(geometry, sum(plan.counted.values())):
         warn(line)
@@ -156,7 +163,7 @@ def describe(
         probe=plan.digests,
         probe_split=plan.split,
         tokens=sum(counted.values()),
-        longest=max(counted.values()),
+        longest=longest_position(corpus, plan),
         rows=request.rows,
         query_rows=min(request.rows, request.query_rows),
         seed=request.seed,
@@ -165,6 +172,15 @@ def describe(
         skipped={str(layer.layer): f"{layer.kind} attention" for layer in geometry.layers if layer.kind != "full"},
         warnings=warnings,
         versions=versions(),
+    )
+
+
+def longest_position(corpus: Corpus, plan: ProbePlan) -> int:
+    """Return the number of positions that counted tokens stand at: isolated texts all start at 0."""
+    return max(
+        min(stop, plan.counted[sequence.digest]) - start
+        for sequence in corpus.sequences
+        for start, stop in sequence.segments
     )
 
 

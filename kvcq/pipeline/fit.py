@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 from kvcq.artifacts.fit_file import write_fit
 from kvcq.artifacts.stats_file import StatsArtifact, read_stats
 from kvcq.artifacts.tensors import tensor_index, tensors_digest
-from kvcq.errors import InputError
+from kvcq.codecs.pair import HeadCodec
+from kvcq.errors import InputError, UnsupportedError
 from kvcq.evaluation.warnings import centring_warnings
 from kvcq.methods.base import FitContext, Method
 from kvcq.pipeline.progress import SILENT, Reporter
@@ -27,6 +29,9 @@ from kvcq.spec.recipe import Recipe
 from kvcq.stats.part import layer_stats
 from kvcq.stats.target import retarget
 from kvcq.stats.view import LayerStats
+
+CHANNELS = 16
+FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,16 @@ def fit_layers(
     tensors: dict[str, np.ndarray] = {}
     notes: dict[str, tuple[float, ...]] = {}
     ratios: dict[int, float] = {}
+    samples = stats.samples
     reporter.stage(f"fitting {method.name}")
     for done, layer in enumerate(layers, start=1):
         if plans[layer.layer] is None:
-            view = targeted(layer_stats(header, stats.moments, stats.samples, layer.layer), header, recipe)
+            view = targeted(layer_stats(header, stats.moments, samples, layer.layer), header, recipe)
             ratios[layer.layer] = float(view.mean_ratio.max())
             result = method.fit_layer(view, context)
-            plans[layer.layer] = LayerPlan(layer=layer.layer, k=result.k, v=result.v)
+            fitted = LayerPlan(layer=layer.layer, k=result.k, v=result.v)
+            check_range(fitted, view, result.tensors)
+            plans[layer.layer] = fitted
             tensors |= {f"layers.{layer.layer}.{role}": array for role, array in result.tensors.items()}
             notes |= {f"layers.{layer.layer}.{name}": value for name, value in result.notes.items()}
         reporter.advance(done, len(layers), "layers")
@@ -165,17 +173,36 @@ def bf16_plan(layer: LayerGeometry, header: StatsHeader, recipe: Recipe, method:
         reason = f"method {method.name}"
     elif layer.layer in recipe.skip_layers:
         reason = "skipped by the recipe"
+    elif layer.d_k % CHANNELS or layer.d_v % CHANNELS:
+        reason = f"head dimension {layer.d_k}/{layer.d_v} is no multiple of {CHANNELS}, which pages need"
     else:
         return None
     return LayerPlan(layer=layer.layer, reason=reason)
+
+
+def check_range(entry: LayerPlan, view: LayerStats, tensors: Mapping[str, np.ndarray]) -> None:
+    """Refuse a layer whose sampled rows do not fit the fp16 scales in the frame they are coded in.
+
+    Raises:
+        UnsupportedError: a coordinate beyond 65504; names the layer and how to keep it in BF16.
+    """
+    codec = HeadCodec.build(entry, view.geometry, tensors)
+    for side, rows in (("keys", codec.key_frame(view.k_rows)), ("values", codec.value_frame(view.v_rows))):
+        largest = float(rows.abs().amax()) if rows.numel() else 0.0
+        if largest > FP16_MAX:
+            raise UnsupportedError(
+                f"{side} reach {largest:.3g} in the frame they are coded in, beyond fp16",
+                where=f"layer {entry.layer}",
+                fix=f"keep the layer in BF16: --set skip_layers={entry.layer}",
+            )
 
 
 def targeted(view: LayerStats, header: StatsHeader, recipe: Recipe) -> LayerStats:
     """Average the statistics of one layer over the target context, when there is one."""
     if recipe.target_context is None:
         return view
-    seed = recipe.seed * 100003 + view.geometry.layer
-    return retarget(view, recipe.target_context, recipe.windows.sink, seed, collected=header.longest)
+    # One seed for all layers: they share the rows, so they share the positions these are moved to.
+    return retarget(view, recipe.target_context, recipe.windows.sink, recipe.seed, collected=header.longest)
 
 
 def position_warnings(header: StatsHeader, recipe: Recipe) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kvcq.evaluation.canary import CanaryRecord, build_canary, canary_length
 from kvcq.evaluation.pool import LayerSample
 from kvcq.evaluation.simulate import simulated_attention
 from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
-from kvcq.models.folding import fold_errors
+from kvcq.models.folding import FOLDS, fold_errors
 from kvcq.models.library import forward
 from kvcq.models.load import LoadedModel
 from kvcq.pipeline.subjects import Subject
@@ -23,7 +24,6 @@ from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import Windows
 from kvcq.spec.report import FoldDecision
 
-FOLD_TOLERANCE = 1e-3
 FOLD_TOKENS = 32
 
 Codecs = dict[int, HeadCodec]
@@ -114,9 +114,11 @@ def record_canary(
             exact_cache[key] = _logits(loaded, tokens)[positions]
         return exact_cache[key]
 
+    tokenizer: Any = loaded.tokenizer  # present: see check_canary
+
     def encode(text: str) -> list[int]:
         # verbose=False: the passages are cut to length afterwards, the library's length warning would be noise.
-        return list(loaded.tokenizer(text, verbose=False)["input_ids"])
+        return list(tokenizer(text, verbose=False)["input_ids"])
 
     return build_canary(logits, encode, subject.windows)
 
@@ -165,13 +167,11 @@ def decide_folds(loaded: LoadedModel, layers: Sequence[int], tokens: Tensor) -> 
     """Test on a short forward, layer by layer, whether a value rotation may be folded into W_O."""
     if not layers:
         return ()
-    tolerance = FOLD_TOLERANCE if loaded.model.dtype == torch.float32 else 20 * FOLD_TOLERANCE
     found = fold_errors(loaded.model, tokens[:FOLD_TOKENS], list(layers), seed=0)
-    decisions = []
-    for layer, (error, reason) in sorted(found.items()):
-        fold = error is not None and error <= tolerance
-        decisions.append(FoldDecision(layer=layer, fold=fold, error=error, reason=reason))
-    return tuple(decisions)
+    return tuple(
+        FoldDecision(layer=layer, fold=reason == FOLDS, error=error, reason=reason)
+        for layer, (error, reason) in sorted(found.items())
+    )
 
 
 def _logits(loaded: LoadedModel, tokens: Tensor) -> Tensor:

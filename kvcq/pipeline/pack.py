@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcq.artifacts.bundle import draft_manifest, write_bundle
-from kvcq.artifacts.fit_file import read_fit
+from kvcq.artifacts.fit_file import FitArtifact, read_fit
 from kvcq.artifacts.report_file import read_report
 from kvcq.errors import InputError
 from kvcq.pipeline.progress import SILENT, Reporter
@@ -51,7 +51,8 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
     """Seal a bundle; the same fit and report give the same bytes.
 
     Raises:
-        InputError: a fit that quantizes nothing, an output without the suffix .kvcq, or one that exists.
+        InputError: a fit that quantizes nothing or is for accuracy only; an output without the suffix .kvcq, or one
+            that exists.
         MismatchError: the report did not measure these tensors.
         CorruptArtifactError: a damaged fit or report.
     """
@@ -63,6 +64,7 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
         raise InputError(
             "this fit quantizes no layer: there is nothing to serve", where=request.fit, fix="fit a method"
         )
+    check_served(fit, request.fit)
     manifest = draft_manifest(fit, report)
     for gate in manifest.validation.gates:
         if not gate.passed:
@@ -73,3 +75,20 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
     card = bundle_card(manifest)
     manifest = write_bundle(request.out, manifest, fit, report, card, archive=request.archive, force=request.force)
     return PackResult(request.out, manifest)
+
+
+def check_served(fit: FitArtifact, where: Path) -> None:
+    """Refuse codecs that exist for comparison only: no kernel reads them.
+
+    Raises:
+        InputError: names the first layer and what is not served.
+    """
+    for entry in fit.header.plan:
+        for side, codec in (("K", entry.k), ("V", entry.v)):
+            if codec is not None and not codec.served:
+                odd = f"metadata {codec.metadata}, groups {codec.groups}, codebook {codec.codebook}"
+                raise InputError(
+                    f"layer {entry.layer}'s {side} codec is for accuracy only ({odd})",
+                    where=where,
+                    fix="fit with metadata=fp16-bias, groups 1 or 4, codebook=int8",
+                )

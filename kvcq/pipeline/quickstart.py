@@ -121,7 +121,7 @@ def quickstart(request: QuickstartRequest, reporter: Reporter = SILENT) -> Quick
             model=request.model,
             data=(HELD_OUT,),
             out=out / "report",
-            contexts=(CONTEXT,),
+            contexts=(CONTEXT // 2, CONTEXT),
             canary=(PACKED,),
             force=request.force,
         ),

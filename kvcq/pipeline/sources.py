@@ -6,16 +6,21 @@ from pathlib import Path
 
 from kvcq.data.documents import describe_sources, iter_documents
 from kvcq.data.sequences import Corpus, build_corpus
-from kvcq.errors import InputError
+from kvcq.errors import InputError, UnsupportedError
 from kvcq.models.load import LoadedModel, load_model
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
+from kvcq.spec.geometry import ModelGeometry
 
 
 def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> LoadedModel:
-    """Load the model of a request; `longest` decides which branch of a length-dependent RoPE is in force."""
+    """Load the model of a request; `longest` decides which branch of a length-dependent RoPE is in force.
+
+    Raises:
+        UnsupportedError: no layer attends to the whole context, so that nothing could be quantized.
+    """
     reporter.stage("opening the model")
-    return load_model(
+    loaded = load_model(
         request.model,
         revision=request.revision,
         device=request.device,
@@ -25,6 +30,18 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
         longest=longest,
         notify=reporter.note,
     )
+    if not loaded.geometry.quantizable():
+        kinds = ", ".join(sorted({layer.kind for layer in loaded.geometry.layers}))
+        raise UnsupportedError(
+            f"no layer attends to the whole context (all are {kinds}): a 2-bit cache would save nothing",
+            where=f"model_type {loaded.geometry.model_type}",
+        )
+    return loaded
+
+
+def regimes(geometry: ModelGeometry) -> list[str]:
+    """Return the RoPE regimes that depend on the sequence length, e.g. ``longrope:short``."""
+    return sorted({rope.regime for rope in geometry.ropes if ":" in rope.regime})
 
 
 def open_corpus(

@@ -16,6 +16,7 @@ from kvcq.artifacts.verify import read_any
 from kvcq.codecs.pair import HeadCodec, layer_roles
 from kvcq.errors import InputError, MismatchError
 from kvcq.pipeline.progress import Reporter
+from kvcq.pipeline.sources import regimes
 from kvcq.spec.files import TensorEntry
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.header import FitHeader
@@ -120,6 +121,9 @@ def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool, reporter
             where=subject.name,
             fix=f"load {subject.provenance.source}, or collect and fit for {loaded.provenance.source}",
         )
+    if regimes(subject.geometry) != regimes(loaded.geometry):
+        pair = " and ".join(", ".join(regimes(geometry)) for geometry in (subject.geometry, loaded.geometry))
+        reporter.warn(f"{subject.name}: fitted and measured in different RoPE regimes ({pair})")
     if other := _other_origin(subject.provenance, loaded.provenance):
         line = f"{subject.name}: fitted on {other}"
         if strict:

@@ -18,6 +18,7 @@ from kvcq.evaluation.canary import CanaryRecord
 from kvcq.evaluation.gates import apply_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
 from kvcq.evaluation.warnings import centring_warnings, context_warnings
+from kvcq.models.geometry import require_quantizable
 from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
@@ -88,6 +89,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
             where="--data",
             fix="give more text, fewer --passages or shorter --contexts",
         )
+    require_quantizable(loaded.geometry)
     reporter.stage("self-check of the capture")
     geometry = self_check(
         loaded, torch.from_numpy(passages[0].tokens[:CHECK_TOKENS].astype("int64")), warn=reporter.warn
@@ -248,4 +250,12 @@ def _command(request: ValidateRequest, loaded: LoadedModel, corpus: Corpus, rows
     words += [f"--data {label}" for label in corpus.source.sources]
     words += [f"--contexts {','.join(map(str, sorted(set(request.contexts))))}", f"--passages {request.passages}"]
     words += [f"--queries {request.queries}", f"--dtype {loaded.dtype_name}"]
+    optional = {
+        "--revision": request.revision,
+        "--text-column": request.text_column,
+        "--chat-template": request.chat_template and request.chat_template.name,
+        "--gates": request.gates and request.gates.name,
+        "--template": None if request.template == "auto" else request.template,
+    }
+    words += [f"{flag} {value}" for flag, value in optional.items() if value]
     return " ".join(words)

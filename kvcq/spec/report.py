@@ -86,7 +86,10 @@ class BitsEntry(SpecModel):
 
 
 class FoldDecision(SpecModel):
-    """Whether the value rotation may be folded into W_O: decided by the relative logit error of a real fold."""
+    """Whether the value rotation may be folded into W_O, decided by running the attention module both ways.
+
+    `error` is the relative error of the folded module's output in float32; None where there is nothing to fold into.
+    """
 
     layer: int
     fold: bool
