@@ -22,7 +22,7 @@ from kvcq.pipeline.requests import CollectRequest, FitRequest, PackRequest, Vali
 from kvcq.pipeline.validate import ValidateResult, validate
 from tests.tiny import save_tiny
 
-WORDS = "the island stone river then and in other answer under sand lantern is there an hour this that".split()
+WORDS = ("the", "island", "stone", "river", "then", "and", "in", "other", "answer", "under", "sand", "there")
 WINDOWS = ("windows.sink=4", "windows.recent=8")
 # Small budgets: the law does not depend on how good the codebook is.
 CHEAP = {"nova": ("iterations=2", "rows=256")}

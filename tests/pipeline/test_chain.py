@@ -60,9 +60,7 @@ def test_report_compares_all_methods_and_better_ones_win(world: World) -> None:
 
 @pytest.mark.parametrize("archive", [False, True], ids=["folder", "archive"])
 @pytest.mark.parametrize("method", QUANTIZING)
-def test_bundles_of_every_method_verify_in_both_forms(
-    world: World, tmp_path: Path, method: str, archive: bool
-) -> None:
+def test_bundles_of_every_method_verify_in_both_forms(world: World, tmp_path: Path, method: str, archive: bool) -> None:
     out = world.pack(method, tmp_path / "it.kvcq", archive=archive)
     answer = verify(out)
     assert answer.record["kind"] == "bundle" and answer.record["archive"] is archive

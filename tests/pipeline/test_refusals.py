@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from kvcq.artifacts.verify import verify
 from kvcq.errors import CorruptArtifactError, EvaluationError, InputError, KvcqError, MismatchError
 from kvcq.methods.nova import Nova
-from kvcq.pipeline import subjects, validate as validate_module
+from kvcq.pipeline import subjects
+from kvcq.pipeline import validate as validate_module
 from kvcq.pipeline.pack import pack
 from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.requests import PackRequest
@@ -193,7 +194,7 @@ def test_too_little_text_is_refused_and_little_text_warns(world: World, tmp_path
     assert any("rough" in line for line in header.warnings) and header.data.got_tokens < header.data.wanted_tokens
 
 
-def validate_header(path: Path):  # noqa: ANN201
+def validate_header(path: Path):
     from kvcq.artifacts.stats_file import read_stats
 
     return read_stats(path).header
