@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -16,10 +19,20 @@ PIPE_WIDTH = 110
 
 def tolerate_any_locale() -> None:
     """Let no character end a run: streams of a C or cp1252 locale replace what they cannot show."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, e.g. 2>&-
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+
+
+def silence(stream: TextIO | None) -> None:
+    """Send what is still written to a stream whose reader is gone nowhere; the interpreter flushes it at exit."""
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Console:
@@ -97,8 +110,10 @@ class Console:
 
         from kvcq.reports.terminal import print_report
 
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
-        print_report(report, RichConsole(file=sys.stdout, width=width))
+        terminal = sys.stdout.isatty()
+        # FORCE_COLOR must not put escapes into a pipe.
+        console = RichConsole() if terminal else RichConsole(file=sys.stdout, width=PIPE_WIDTH, force_terminal=False)
+        print_report(report, console)
         self._write(sys.stdout, footer)
 
     def _line(self, text: str) -> None:
@@ -106,7 +121,11 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            self._write(sys.stderr, text)
+            # Whoever read the progress may be gone: no reason to end an hour of work.
+            try:
+                self._write(sys.stderr, text)
+            except BrokenPipeError:
+                silence(sys.stderr)
 
     @staticmethod
     def _write(stream: TextIO, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from kvcq.cli import collect, diff, env, fit, inspect, methods, pack, quickstart, validate, verify
-from kvcq.cli.console import tolerate_any_locale
+from kvcq.cli.console import silence, tolerate_any_locale
 from kvcq.errors import KvcqError
 from kvcq.version import __version__
 
@@ -28,6 +28,9 @@ for verb in (quickstart, collect, fit, validate, pack, inspect, verify, diff, me
 
 # Typer bundles its own copy of click since 0.20: its public errors lead to the base class of either.
 _ClickError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+INTERRUPTED = 130
 
 
 class Terminated(BaseException):
@@ -56,15 +59,17 @@ def _on_sigterm(*_: object) -> NoReturn:
 def execute(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; prints at most one line for an error."""
     try:
-        code = app(list(arguments), standalone_mode=False)
+        code = app(list(arguments) or ["--help"], prog_name="kvcq", standalone_mode=False)
+        if code == INTERRUPTED:  # Typer turns Ctrl-C into this return value
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except typer.Exit as stop:
         return stop.exit_code
-    except BrokenPipeError:
-        # The reader went away (kvcq ... | head); a second error at interpreter exit would be noise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except BaseException as error:
+        if isinstance(error, BrokenPipeError | SystemExit) and _reader_left():
+            # A second error at interpreter exit would be noise.
+            silence(sys.__stdout__)
+            return 0
         if "--debug" in arguments:
             import traceback
 
@@ -74,19 +79,41 @@ def execute(arguments: Sequence[str]) -> int:
         return exit_code
 
 
+def _reader_left() -> bool:
+    """Return True for ``kvcq ... | head``: nothing more can be written to stdout.
+
+    Typer and Rich turn the broken pipe into a `SystemExit`; a connection may break with the same error, so ask.
+    """
+    try:
+        os.write(1, b"\n")
+    except OSError:
+        return True
+    return False
+
+
 def explain(error: BaseException) -> tuple[str, int]:
     """Return the one line and the exit code of an error."""
     if isinstance(error, KvcqError):
         return str(error), error.exit_code
     if isinstance(error, _ClickError):
-        return f"{error.format_message()} (kvcq --help shows the usage)", 2
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "kvcq"
+        return f"{error.format_message()} ({command} --help shows the usage)", 2
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return "interrupted: nothing half-written is left, run the same command again", 130
+        return "interrupted: nothing half-written is left, run the same command again", INTERRUPTED
     if isinstance(error, Terminated):
         return "terminated: nothing half-written is left, run the same command again", 143
-    if isinstance(error, MemoryError):
+    if _out_of_memory(error):
         return "out of memory: lower --seq-len or --chunk first, then --rows", 6
     return f"unexpected {type(error).__name__}: {error} (add --debug for the traceback)", 1
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Recognise an exhausted allocator; torch is not imported here, and on the CPU it raises a plain RuntimeError."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def run() -> NoReturn:

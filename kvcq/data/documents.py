@@ -40,10 +40,7 @@ def iter_documents(sources: Sequence[str], *, text_column: str | None = None) ->
         InputError: a missing, empty, binary or non-UTF-8 file, a folder, an unknown format, or a bad row.
         UnavailableError: a missing extra, or a hub data set out of reach.
     """
-    if not sources:
-        raise InputError("no calibration text", where="--data", fix="name at least one source: " + FORMATS)
-    if list(sources).count("-") > 1:
-        raise InputError("stdin can be read only once", where="--data", fix="name - once")
+    check_sources(sources)
     for source in sources:
         empty = True
         for document in _documents(source, text_column):
@@ -51,6 +48,24 @@ def iter_documents(sources: Sequence[str], *, text_column: str | None = None) ->
             yield document
         if empty:
             raise InputError("no text in it", where=source, fix="remove the source or fill it")
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Refuse sources that cannot exist, before a model is loaded: reading is lazy and may never come to the last one.
+
+    Raises:
+        InputError: no source, stdin twice, an unknown built-in text, a folder, a missing file, an unknown format.
+    """
+    if not sources:
+        raise InputError("no calibration text", where="--data", fix="name at least one source: " + FORMATS)
+    if list(sources).count("-") > 1:
+        raise InputError("stdin can be read only once", where="--data", fix="name - once")
+    for source in sources:
+        if source.startswith("builtin:"):
+            if source not in BUILTIN:
+                raise InputError("unknown built-in text", where=source, fix="use one of " + ", ".join(sorted(BUILTIN)))
+        elif source != "-" and not source.startswith("hf:"):
+            _check_file(source)
 
 
 def describe_sources(sources: Sequence[str]) -> tuple[str, ...]:
@@ -63,8 +78,6 @@ def describe_sources(sources: Sequence[str]) -> tuple[str, ...]:
 
 def _documents(source: str, text_column: str | None) -> Iterator[Document]:
     if source.startswith("builtin:"):
-        if source not in BUILTIN:
-            raise InputError("unknown built-in text", where=source, fix="use one of " + ", ".join(sorted(BUILTIN)))
         yield from (Document(text=text) for text in BUILTIN[source]())
     elif source.startswith("hf:"):
         yield from _rows(hub_rows(source), text_column)
@@ -76,17 +89,20 @@ def _documents(source: str, text_column: str | None) -> Iterator[Document]:
 
 def _file(source: str, text_column: str | None) -> Iterator[Document]:
     path = Path(source)
-    reader = _READERS.get(path.suffix.lower())
+    try:
+        yield from _READERS[path.suffix.lower()](path, text_column)
+    except OSError as error:
+        raise InputError(f"cannot be read, {error.strerror or error}", where=source, fix="check the file") from error
+
+
+def _check_file(source: str) -> None:
+    path = Path(source)
     if path.is_dir():
         raise InputError("a folder is not a text", where=source, fix="name the files in it")
     if not path.is_file():
         raise InputError("no such file", where=source, fix="sources are " + FORMATS)
-    if reader is None:
+    if path.suffix.lower() not in _READERS:
         raise InputError(f"unknown format {path.suffix or 'without suffix'}", where=source, fix="use " + FORMATS)
-    try:
-        yield from reader(path, text_column)
-    except OSError as error:
-        raise InputError(f"cannot be read, {error.strerror or error}", where=source, fix="check the file") from error
 
 
 def _plain_file(path: Path, _: str | None) -> Iterator[Document]:

@@ -13,6 +13,7 @@ from kvcq.artifacts.stats_file import write_stats
 from kvcq.capture.budget import Estimate, check_tokens, estimate
 from kvcq.capture.collect import Capture
 from kvcq.capture.selfcheck import self_check
+from kvcq.data.documents import check_sources
 from kvcq.data.sequences import Corpus
 from kvcq.errors import ResourceError
 from kvcq.models.geometry import require_quantizable
@@ -81,6 +82,7 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
         ResourceError: the disk cannot hold the result.
     """
     refuse_existing(request.out, request.force)
+    check_sources(request.data)
     loaded = open_model(request, reporter, longest=request.seq_len)
     corpus = open_corpus(request, loaded, reporter, seq_len=request.seq_len, num_tokens=request.num_tokens)
     require_quantizable(loaded.geometry)

@@ -12,6 +12,7 @@ import torch
 
 from kvcq.artifacts.report_file import canary_entry, write_report
 from kvcq.capture.selfcheck import self_check
+from kvcq.data.documents import check_sources
 from kvcq.errors import InputError
 from kvcq.evaluation.attention import check_context
 from kvcq.evaluation.canary import CanaryRecord
@@ -70,6 +71,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     """
     started = time.monotonic()
     refuse_existing(request.out, request.force)
+    check_sources(request.data)
     gates = load_gates(request.gates) if request.gates else ()
     subjects = open_subjects(request.artifacts)
     contexts = tuple(sorted(set(request.contexts)))

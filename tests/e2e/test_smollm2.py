@@ -1,0 +1,90 @@
+"""Text to packed bundle on a real model, as one process: what ``kvcq quickstart`` promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chain import bare_environment, python
+
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
+ORDER = ("naive-int2", "quarot-int2", "oscar", "oscar-centered", "nova")
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """The finished process."""
+
+    out: Path
+    answer: dict[str, Any]
+    progress: list[str]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    out = tmp_path_factory.mktemp("quick") / "start"
+    environment = bare_environment(FORCE_COLOR="1")
+    # All cores: the model is real.
+    del environment["OMP_NUM_THREADS"]
+    words = ["-m", "kvcq", "quickstart", "--out", str(out), "--json"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, env=environment, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"\x1b" not in done.stdout + done.stderr and done.stdout.count(b"\n") == 1
+    return Quickstart(out, json.loads(done.stdout), done.stderr.decode().splitlines())
+
+
+def test_methods_come_out_in_their_order(quick: Quickstart) -> None:
+    kl = quick.answer["kl"]
+    assert set(kl) == {"bf16 reference", *ORDER}
+    assert all(kl[worse] > kl[better] for worse, better in pairwise(ORDER))
+    assert kl["bf16 reference"] < 1e-4 < kl["nova"] < 0.1
+
+
+def test_answer_names_what_was_made(quick: Quickstart) -> None:
+    answer = quick.answer
+    assert set(answer["seconds"]) == {"collect", "fit", "validate", "pack", "verify"}
+    assert Path(answer["bundle"]).name == "smollm2-135m-nova.kvcq" and len(answer["digest"]) == 64
+    assert {path.name for path in quick.out.iterdir()} == {"stats", "fits", "report", "smollm2-135m-nova.kvcq"}
+    assert not any("Traceback" in line or "%|" in line for line in quick.progress)
+
+
+def test_bundle_verifies_in_a_process_without_torch(quick: Quickstart) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+        "from kvcq.cli.main import run; sys.argv = ['kvcq', 'verify', sys.argv[1], '--json']; run()"
+    )
+    done = python("-c", code, quick.answer["bundle"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["ok"] and answer["kind"] == "bundle" and answer["digest"] == quick.answer["digest"]
+
+
+def test_bundle_states_the_model_and_honest_bits(quick: Quickstart) -> None:
+    done = python("-m", "kvcq", "inspect", quick.answer["bundle"], "--json")
+    header = json.loads(done.stdout)["header"]
+    assert header["recipe"]["method"] == "nova" and header["provenance"]["source"] == "smollm2-135m"
+    assert sum(entry["k"] is not None for entry in header["plan"]) == len(header["plan"]) == 30
+    longest = header["bits"][-1]
+    assert longest["context"] == 131072 and 2.5 < longest["total"] < 2.6
+    assert all(fold["fold"] for fold in header["folds"])
+    assert header["validation"]["contexts"][-1]["metrics"]["kl"] == quick.answer["kl"]["nova"]
+
+
+def test_report_page_shows_every_artifact(quick: Quickstart) -> None:
+    page = (quick.out / "report" / "report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in ORDER) and "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and str(quick.out) not in page
+
+
+def test_a_second_run_does_not_touch_the_first(quick: Quickstart) -> None:
+    done = python("-m", "kvcq", "quickstart", "--out", str(quick.out))
+    assert done.returncode == 2 and done.stdout == b"" and done.stderr.count(b"\n") == 1
+    assert b"--force" in done.stderr
