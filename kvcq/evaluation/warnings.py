@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from kvcq.spec.plan import LayerPlan
+from kvcq.spec.report import LayerReport
 
 MEAN_RATIO = 4.0
+COLLAPSE = 1.0
+NAMED = 8
 
 
 def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float]) -> list[str]:
@@ -30,6 +34,32 @@ def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float
         f"use a centred method (oscar-centered, nova), or keep the layers in BF16 with "
         f"--set skip_layers={','.join(map(str, sorted(layers)))}"
     ]
+
+
+def collapse_warnings(plan: Sequence[LayerPlan], layers: Sequence[LayerReport]) -> list[str]:
+    """Name the layers whose attention is no longer the model's, mean KL above 1 nat, worst first, each with the reason.
+
+    The reason is measured: an uncentred mean that outweighs the spread of the keys, else the RMS error of the logits,
+    which multiplies softmax weights by its exponential.
+
+    Args:
+        plan: All layers of the artifact.
+        layers: Its measurements at the longest context.
+    """
+    centred = {entry.layer: entry.k.centred for entry in plan if entry.k is not None}
+    broken = [row for row in layers if row.layer in centred and row.metrics.kl > COLLAPSE]
+    if not broken:
+        return []
+    broken.sort(key=lambda row: -row.metrics.kl)
+    reasons = []
+    for row in broken[:NAMED]:
+        rms = math.sqrt(row.metrics.qk_error)
+        reason = f"logits off by {rms:.1f} RMS"
+        if row.mean_ratio > MEAN_RATIO and not centred[row.layer]:
+            reason += f", |mean key|^2 / variance {row.mean_ratio:.0f} and not centred"
+        reasons.append(f"layer {row.layer} (KL {row.metrics.kl:.3g}: {reason})")
+    more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+    return [f"{len(broken)} of {len(centred)} coded layers collapse: {'; '.join(reasons)}{more}"]
 
 
 def context_warnings(contexts: Sequence[int], target_context: int) -> list[str]:

@@ -25,6 +25,7 @@ CONTEXT = 2048
 TOKENS = 6 * CONTEXT
 ROWS = 4096
 ITERATIONS = 8
+PASSAGES = 2
 METHODS = ("naive-int2", "quarot-int2", "oscar", "oscar-centered", "nova")
 PACKED = "nova"
 
@@ -122,6 +123,7 @@ def quickstart(request: QuickstartRequest, reporter: Reporter = SILENT) -> Quick
             data=(HELD_OUT,),
             out=out / "report",
             contexts=(CONTEXT // 2, CONTEXT),
+            passages=PASSAGES,
             canary=(PACKED,),
             force=request.force,
         ),

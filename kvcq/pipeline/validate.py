@@ -18,7 +18,7 @@ from kvcq.evaluation.attention import check_context
 from kvcq.evaluation.canary import CanaryRecord
 from kvcq.evaluation.gates import apply_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
-from kvcq.evaluation.warnings import centring_warnings, context_warnings
+from kvcq.evaluation.warnings import centring_warnings, collapse_warnings, context_warnings
 from kvcq.models.geometry import require_quantizable
 from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
 from kvcq.pipeline.progress import SILENT, Reporter
@@ -194,6 +194,7 @@ def subject_row(
         entry = canary_entry(f"canary-{number}.safetensors", canary.arrays)
         summary = CanarySummary(file=entry, tokens=canary.tokens, deviation=canary.deviation)
     warnings = centring_warnings(plan, {row.layer: row.mean_ratio for row in layers})
+    warnings += collapse_warnings(plan, layers)
     warnings += context_warnings(contexts, subject.target_context)
     return ArtifactReport(
         name=subject.name,

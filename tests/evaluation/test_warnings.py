@@ -1,6 +1,7 @@
-from kvcq.evaluation.warnings import centring_warnings, context_warnings
+from kvcq.evaluation.warnings import centring_warnings, collapse_warnings, context_warnings
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.plan import LayerPlan
+from kvcq.spec.report import AttentionMetrics, LayerReport
 
 
 def plan(layer: int, *, centred: bool = False, quantized: bool = True) -> LayerPlan:
@@ -27,3 +28,27 @@ def test_contexts_beyond_the_target_are_named():
     assert "8192, 16384" in warning
     assert "--target-context 16384" in warning
     assert context_warnings([2048, 4096], 4096) == []
+
+
+def layer_report(layer: int, kl: float, *, qk: float = 100.0, ratio: float = 0.1) -> LayerReport:
+    names = AttentionMetrics.model_fields
+    metrics = AttentionMetrics(**(dict.fromkeys(names, 0.0) | {"kl": kl, "qk_error": qk}))
+    return LayerReport(layer=layer, mean_ratio=ratio, metrics=metrics, kl_heads=(kl,))
+
+
+def test_collapsed_layers_are_named_worst_first_with_the_measured_reason():
+    entries = [
+        LayerPlan(layer=0, k=CodecSpec(), v=CodecSpec()),
+        LayerPlan(layer=1, k=CodecSpec(centred=True), v=CodecSpec()),
+        LayerPlan(layer=2, k=CodecSpec(), v=CodecSpec()),
+        LayerPlan(layer=3, reason="skipped"),
+    ]
+    rows = [layer_report(1, 2.0, ratio=90), layer_report(0, 50.0, ratio=44), layer_report(2, 0.9), layer_report(3, 9.0)]
+    (line,) = collapse_warnings(entries, rows)
+    assert line.startswith("2 of 3 coded layers collapse: layer 0 (KL 50: logits off by 10.0 RMS, |mean key|^2")
+    assert "layer 1 (KL 2: logits off by 10.0 RMS)" in line
+    assert "layer 2" not in line and "layer 3" not in line
+
+
+def test_layers_that_hold_give_no_collapse_warning():
+    assert collapse_warnings([LayerPlan(layer=0, k=CodecSpec(), v=CodecSpec())], [layer_report(0, 0.5)]) == []
