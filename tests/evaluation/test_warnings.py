@@ -14,7 +14,7 @@ def test_uncentred_layers_with_a_large_mean_are_named_with_the_remedy():
     (warning,) = centring_warnings([plan(0), plan(1), plan(3)], {0: 90.0, 1: 2.0, 3: 4.1})
     assert warning.startswith("layers 0, 3:")
     assert "90.0 in layer 0" in warning
-    assert "oscar_centered" in warning
+    assert "oscar-centered" in warning
     assert "skip_layers=0,3" in warning
 
 
