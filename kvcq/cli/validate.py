@@ -46,7 +46,7 @@ def command(
     device_map: DeviceMap = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a model from another source or revision.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse other weights or another revision.")] = False,
     force: Force = False,
     dry_run: DryRun = False,
     json: Json = False,
