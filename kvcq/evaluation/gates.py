@@ -128,7 +128,9 @@ def _gate(entry: object, where: str) -> Gate:
 
 def _apply(gate: Gate, artifact: ArtifactReport) -> GateResult:
     measured = _measured(gate.metric, artifact)
-    context = max(measured, default=0) if gate.context == "max" else gate.context
+    # Bits are also known at contexts that no attention was measured at: `max` is the longest measured one.
+    longest = max((report.context for report in artifact.contexts), default=0)
+    context = longest if gate.context == "max" else gate.context
     if context not in measured:
         raise InputError(
             f"the gate on {gate.metric} needs context {gate.context}, which {artifact.name} was not measured at",
@@ -151,7 +153,7 @@ def _apply(gate: Gate, artifact: ArtifactReport) -> GateResult:
 def _measured(metric: str, artifact: ArtifactReport) -> dict[int, float]:
     """Return the values of a metric by context."""
     if metric == "bits":
-        return {report.context: artifact.bits[str(report.context)] for report in artifact.contexts}
+        return {int(context): bits for context, bits in artifact.bits.items()}
     if metric == "quantized_share":
         return {report.context: report.quantized_share for report in artifact.contexts}
     return {report.context: getattr(report.metrics, metric) for report in artifact.contexts}

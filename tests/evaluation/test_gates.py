@@ -20,7 +20,7 @@ def artifact(name: str, kls: dict[int, float], *, reference: bool = False) -> Ar
         tensors_digest=None if reference else "0" * 64,
         windows=Windows(),
         target_context=None,
-        bits={"2048": 3.5, "131072": 2.3},
+        bits={"2048": 3.5, "8192": 2.4, "131072": 2.3},
         quantized_layers=(0,),
         skipped_layers={},
         contexts=tuple(
@@ -69,7 +69,7 @@ def test_lower_limits_and_the_metrics_beside_attention(tmp_path):
     assert [(r.direction, r.context, r.passed) for r in results] == [
         ("min", 2048, True),
         ("min", 8192, False),
-        ("max", 131072, True),
+        ("max", 8192, True),
     ]
 
 
@@ -136,7 +136,7 @@ def test_unreadable_files_are_named(tmp_path):
     ("entry", "message"),
     [
         ("{metric: kl, max: 1, context: 4096}", "measured: 2048, 8192"),
-        ("{metric: bits, max: 1, context: 4096}", "measured: 2048, 131072"),
+        ("{metric: bits, max: 1, context: 4096}", "measured: 2048, 8192, 131072"),
         ("{metric: kl, max: 1, artifacts: [novva]}", "novva.*artifacts of this run: bf16, nova, naive"),
     ],
 )
