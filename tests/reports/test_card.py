@@ -25,7 +25,7 @@ def test_front_matter_is_what_the_hub_reads():
 def test_bits_fidelity_gates_and_digests_are_told():
     card = bundle_card(sample_manifest())
     for text in ("| 8k | 2.00 | 0.50 | 0.75 | 3.25 |", "| 8k | 0.0114 |", "| kl ≤ 0.05 at 8k | 0.0114 | pass |",
-                 "28 of 30 quantized (1-14, 16-29)", "3.9 MiB", "kvcq inspect bundle.kvcq", *(c * 64 for c in "123")):  # fmt: skip
+                 "28 of 30 quantized (1-14, 16-29)", "3.9 MiB", "kvcq inspect", *(c * 64 for c in "123")):  # fmt: skip
         assert text in card
 
 
