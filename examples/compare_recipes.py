@@ -1,4 +1,4 @@
-"""Fit several recipes to one collection and print their key error beside each other, all in Python.
+"""Fit several recipes to one collection and describe each fit, all in Python.
 
 Usage: python examples/compare_recipes.py STATS RECIPE.yaml [RECIPE.yaml ...]
 """

@@ -12,7 +12,8 @@ from kvcq.version import __version__
 
 if TYPE_CHECKING:
     from kvcq.artifacts.bundle import open_bundle as load_bundle
-    from kvcq.pipeline.about import environment, methods
+    from kvcq.pipeline.about import environment as env
+    from kvcq.pipeline.about import methods
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
@@ -37,12 +38,16 @@ _HOMES = {
     "inspect": "pipeline.inspect",
     "diff": "pipeline.inspect",
     "methods": "pipeline.about",
-    "environment": "pipeline.about",
     "CollectRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
+}
+
+_RENAMED = {
+    "env": ("pipeline.about", "environment"),
+    "load_bundle": ("artifacts.bundle", "open_bundle"),
 }
 
 __all__ = [
@@ -54,7 +59,7 @@ __all__ = [
     "__version__",
     "collect",
     "diff",
-    "environment",
+    "env",
     "fit",
     "inspect",
     "load_bundle",
@@ -67,8 +72,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load_bundle":
-        return import_module("kvcq.artifacts.bundle").open_bundle
+    if name in _RENAMED:
+        home, attribute = _RENAMED[name]
+        return getattr(import_module(f"kvcq.{home}"), attribute)
     if name in _HOMES:
         return getattr(import_module(f"kvcq.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'kvcq' has no attribute {name!r}")

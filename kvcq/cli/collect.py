@@ -23,6 +23,7 @@ from kvcq.cli.options import (
     Revision,
     Template,
     TextColumn,
+    Verbose,
     choice,
 )
 from kvcq.cli.values import parse_length
@@ -50,6 +51,7 @@ def command(
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Stream text through a model and write its attention statistics.
@@ -83,6 +85,6 @@ def command(
         force=force,
         dry_run=dry_run,
     )
-    with Console(json=json, quiet=quiet) as console:
+    with Console(json=json, quiet=quiet, verbose=verbose) as console:
         result = collect(request, console)
     console.result(result.text(), result.payload())

@@ -41,16 +41,20 @@ class Console:
     Args:
         json: Print the result as exactly one JSON object on stdout.
         quiet: Print no progress, only warnings, errors and the result.
+        verbose: Print every step of the progress, with the seconds since the start.
     """
 
-    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+    def __init__(self, *, json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
         self._json = json
         self._quiet = quiet
+        self._verbose = verbose
+        self._interval = 0.0 if verbose else LINE_INTERVAL
+        self._start = time.monotonic()
         self._live: Any = None
         self._task: Any = None
         self._stage = ""
         self._last = 0.0
-        self._terminal = sys.stderr.isatty() and not quiet
+        self._terminal = sys.stderr.isatty() and not quiet and not verbose
 
     def __enter__(self) -> Console:
         if self._terminal:
@@ -82,7 +86,7 @@ class Console:
         """Show progress: the bar, or a line now and then."""
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=done, total=total)
-        elif not self._quiet and time.monotonic() - self._last >= LINE_INTERVAL:
+        elif not self._quiet and time.monotonic() - self._last >= self._interval:
             self._last = time.monotonic()
             self._line(f"{self._stage}: {done}/{total} {unit}")
 
@@ -118,6 +122,8 @@ class Console:
 
     def _line(self, text: str) -> None:
         text = " ".join(text.split())
+        if self._verbose:
+            text = f"[{time.monotonic() - self._start:7.1f} s] {text}"
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

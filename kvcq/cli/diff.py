@@ -13,11 +13,11 @@ from kvcq.cli.options import Debug, Json
 
 def command(
     a: Annotated[Path, typer.Argument(help="An artifact.")],
-    b: Annotated[Path, typer.Argument(help="Another artifact of the same kind.")],
+    b: Annotated[Path, typer.Argument(help="Another artifact.")],
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the differences between two artifacts of one kind; exits 0 either way.
+    """List the differences between two artifacts; exits 0 either way.
 
     Example: kvcq diff old.kvcq new.kvcq
     """

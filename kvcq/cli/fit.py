@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcq.cli.console import Console
-from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet
+from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet, Verbose
 from kvcq.cli.values import parse_length
 
 
@@ -28,6 +28,7 @@ def command(
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Fit transforms and quantizers to statistics; needs no model.
@@ -47,6 +48,6 @@ def command(
         force=force,
         dry_run=dry_run,
     )
-    with Console(json=json, quiet=quiet) as console:
+    with Console(json=json, quiet=quiet, verbose=verbose) as console:
         result = fit(request, console)
     console.result(result.text(), result.payload())

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcq.cli.console import Console
-from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet
+from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet, Verbose
 
 
 def command(
@@ -20,6 +20,7 @@ def command(
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Seal a fit and its report into a versioned, checksummed bundle; computes nothing new.
@@ -30,6 +31,6 @@ def command(
     from kvcq.pipeline.requests import PackRequest
 
     request = PackRequest(fit=fit, report=report, out=out, archive=archive, force=force, dry_run=dry_run)
-    with Console(json=json, quiet=quiet) as console:
+    with Console(json=json, quiet=quiet, verbose=verbose) as console:
         result = pack(request, console)
     console.result(result.text(), result.payload())

@@ -23,6 +23,7 @@ from kvcq.cli.options import (
     Revision,
     Template,
     TextColumn,
+    Verbose,
     choice,
 )
 from kvcq.cli.values import parse_lengths
@@ -51,6 +52,7 @@ def command(
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
     """Measure artifacts on held-out text and write report.json and report.html.
@@ -83,7 +85,7 @@ def command(
         force=force,
         dry_run=dry_run,
     )
-    with Console(json=json, quiet=quiet) as console:
+    with Console(json=json, quiet=quiet, verbose=verbose) as console:
         result = validate(request, console)
     if result.path is None:
         console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())

@@ -100,11 +100,13 @@ class SideCodec:
 
     def frame(self, x: Tensor) -> Tensor:
         """Return the stored rows r = (x - offset) A [H, T, d], float32 (float64 for float64 input)."""
-        rows = _exact(x)
+        rows = x.double()
         if self.offset is not None:
-            rows = rows - self.offset.unsqueeze(1).to(rows.dtype)
+            rows = rows - self.offset.unsqueeze(1).double()
         if self.transform is not None:
-            rows = torch.bmm(rows, self.transform.to(rows.dtype))
+            # float64: a float32 product's last bits depend on its shape, and codes must not depend on neighbours.
+            rows = torch.bmm(rows, self.transform.double())
+        rows = rows.to(_exact(x).dtype)
         return rows if self.cast is None else rows.to(self.cast).to(rows.dtype)
 
     def back(self, rows: Tensor) -> Tensor:

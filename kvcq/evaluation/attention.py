@@ -1,7 +1,7 @@
 """Attention fidelity of one layer: what the served cache changes in logits, softmax and output.
 
 Logits of quantized keys are computed as served, ``q~ . r_hat`` in float32; softmaxes, divergences and sums are
-float64. The KL of METHODS "attention KL by context length" runs over the full causal softmax with learned sinks.
+float64. The KL runs over the full causal softmax with learned sinks.
 """
 
 from __future__ import annotations

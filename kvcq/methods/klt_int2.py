@@ -31,6 +31,6 @@ class KltInt2(UniformMethod):
         draw = SignDraw(self.signs, context.seed, stats.geometry.layer)
         tensors = {
             "k.transform": served(oscar_rotation(stats.moments["k_second"], signs=draw)),
-            "v.transform": served(oscar_rotation(stats.moments["v_second"], signs=draw)),
+            "v.transform": served(oscar_rotation(stats.moments["v_second"], signs=draw._replace(side=1))),
         }
         return LayerFit(*self.codecs(stats.geometry, "orthogonal"), tensors)

@@ -1,4 +1,4 @@
-"""Seeded k-means for many small codebooks at once (NOVA-KV's codebook training, METHODS "per-token codebooks").
+"""Seeded k-means for many small codebooks at once (NOVA-KV's codebook training).
 
 A model has thousands of codebooks and each step compares 8192 rows with 256 words, so the arg-min decides the
 time. Here one matrix product gives half the squared distances, the word index is written over the low 8 mantissa

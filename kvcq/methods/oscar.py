@@ -47,7 +47,7 @@ class Oscar(UniformMethod):
         moment, notes = value_moment(stats, self.value_target, centred=self.centred)
         tensors = {
             "k.transform": served(oscar_rotation(queries, shared=shared, signs=draw)),
-            "v.transform": served(oscar_rotation(moment, shared=shared, signs=draw)),
+            "v.transform": served(oscar_rotation(moment, shared=shared, signs=draw._replace(side=1))),
         }
         if self.centred:
             tensors |= offsets(stats)

@@ -19,17 +19,21 @@ ENERGY_FLOOR = 1e-12
 
 
 class SignDraw(NamedTuple):
-    """Which signs the eigenvectors of a layer take: draw 0 is the rule of `transforms`, others are random."""
+    """Which signs the eigenvectors of a layer take: draw 0 is the rule of `transforms`, others are random.
+
+    `side` is 0 for keys and 1 for values: their draws are independent.
+    """
 
     draw: int = 0
     seed: int = 0
     layer: int = 0
+    side: int = 0
 
     def signs(self, heads: int, d: int) -> Tensor | None:
         """Return +-1 ``[heads, d]`` float64, or None for the rule."""
         if self.draw == 0:
             return None
-        key = int(np.random.SeedSequence([self.seed, self.draw, self.layer]).generate_state(1)[0])
+        key = int(np.random.SeedSequence([self.seed, self.draw, self.layer, self.side]).generate_state(1)[0])
         coins = torch.randint(0, 2, (heads, d), generator=torch.Generator().manual_seed(key))
         return 2.0 * coins.double() - 1.0
 

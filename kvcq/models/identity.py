@@ -27,6 +27,8 @@ NORM_FLAGS = (
 )
 BIAS_FLAGS = ("add_qkv_bias", "attention_bias", "bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias")
 NO_VOCABULARY = "none"
+BLOCKS = 64
+BLOCK_BYTES = 4096
 
 
 def build_identity(model: PreTrainedModel, tokenizer: Any | None, geometry: ModelGeometry) -> Identity:
@@ -75,11 +77,20 @@ def build_provenance(source: str, revision: str | None = None, folder: Path | No
 
 def _weight_files(paths: Iterable[Path]) -> Iterable[WeightFile]:
     for path in paths:
+        size = path.stat().st_size
+        blocks = hashlib.sha256()
         with path.open("rb") as file:
             length = file.read(8)
             header = file.read(int.from_bytes(length, "little"))
+            start = file.tell()
+            for number in range(BLOCKS):
+                file.seek(start + max(size - start - BLOCK_BYTES, 0) * number // (BLOCKS - 1))
+                blocks.update(file.read(BLOCK_BYTES))
         yield WeightFile(
-            name=path.name, size=path.stat().st_size, header_sha256=hashlib.sha256(length + header).hexdigest()
+            name=path.name,
+            size=size,
+            header_sha256=hashlib.sha256(length + header).hexdigest(),
+            blocks_sha256=blocks.hexdigest(),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -169,7 +170,9 @@ def decide_folds(loaded: LoadedModel, layers: Sequence[int], tokens: Tensor) -> 
         return ()
     found = fold_errors(loaded.model, tokens[:FOLD_TOKENS], list(layers), seed=0)
     return tuple(
-        FoldDecision(layer=layer, fold=reason == FOLDS, error=error, reason=reason)
+        FoldDecision(
+            layer=layer, fold=reason == FOLDS, error=error if error is None or isfinite(error) else None, reason=reason
+        )
         for layer, (error, reason) in sorted(found.items())
     )
 

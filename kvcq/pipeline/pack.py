@@ -66,6 +66,9 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
         )
     check_served(fit, request.fit)
     manifest = draft_manifest(fit, report)
+    if report.report.provenance.weights != fit.header.provenance.weights:
+        measured, fitted = report.report.provenance.source, fit.header.provenance.source
+        reporter.warn(f"the report was measured on {measured}, the fit was made on {fitted}: other weights")
     for gate in manifest.validation.gates:
         if not gate.passed:
             reporter.warn(f"gate failed, and the bundle says so: {gate.metric} {gate.value:.4g} at {gate.context}")

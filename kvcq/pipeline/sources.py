@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kvcq.data.documents import describe_sources, iter_documents
 from kvcq.data.sequences import Corpus, build_corpus
-from kvcq.errors import InputError, UnsupportedError
+from kvcq.errors import InputError
+from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel, load_model
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
@@ -30,12 +31,7 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
         longest=longest,
         notify=reporter.note,
     )
-    if not loaded.geometry.quantizable():
-        kinds = ", ".join(sorted({layer.kind for layer in loaded.geometry.layers}))
-        raise UnsupportedError(
-            f"no layer attends to the whole context (all are {kinds}): a 2-bit cache would save nothing",
-            where=f"model_type {loaded.geometry.model_type}",
-        )
+    require_quantizable(loaded.geometry)
     return loaded
 
 

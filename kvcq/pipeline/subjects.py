@@ -15,7 +15,6 @@ from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.verify import read_any
 from kvcq.codecs.pair import HeadCodec, layer_roles
 from kvcq.errors import InputError, MismatchError
-from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.sources import regimes
 from kvcq.spec.files import TensorEntry
 from kvcq.spec.geometry import ModelGeometry
@@ -107,8 +106,8 @@ def _open(path: Path, name: str) -> Subject:
     )
 
 
-def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool, reporter: Reporter) -> None:
-    """Refuse a model that the artifact was not fitted for; warn when only its provenance differs.
+def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool) -> tuple[str, ...]:
+    """Refuse a model that the artifact was not fitted for; return warnings when only its provenance differs.
 
     Raises:
         MismatchError: identity differs, or provenance with `strict`.
@@ -121,14 +120,19 @@ def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool, reporter
             where=subject.name,
             fix=f"load {subject.provenance.source}, or collect and fit for {loaded.provenance.source}",
         )
+    warnings = []
     if regimes(subject.geometry) != regimes(loaded.geometry):
         pair = " and ".join(", ".join(regimes(geometry)) for geometry in (subject.geometry, loaded.geometry))
-        reporter.warn(f"{subject.name}: fitted and measured in different RoPE regimes ({pair})")
+        warnings.append(f"fitted and measured in different RoPE regimes ({pair})")
     if other := _other_origin(subject.provenance, loaded.provenance):
-        line = f"{subject.name}: fitted on {other}"
         if strict:
-            raise MismatchError(line, where="--strict", fix="load the weights that the artifact was fitted on")
-        reporter.warn(line)
+            raise MismatchError(
+                f"{subject.name}: fitted on {other}",
+                where="--strict",
+                fix="load the weights that the artifact was fitted on",
+            )
+        warnings.append(f"fitted on {other}")
+    return tuple(warnings)
 
 
 def _other_origin(theirs: Provenance, ours: Provenance) -> str | None:

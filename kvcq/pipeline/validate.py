@@ -19,7 +19,6 @@ from kvcq.evaluation.canary import CanaryRecord
 from kvcq.evaluation.gates import apply_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
 from kvcq.evaluation.warnings import centring_warnings, collapse_warnings, context_warnings
-from kvcq.models.geometry import require_quantizable
 from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
@@ -78,8 +77,9 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     for subject in subjects:
         check_context(contexts[0], subject.windows)
     loaded = open_model(request, reporter, longest=contexts[-1])
+    origins: dict[str, tuple[str, ...]] = {}
     for subject in subjects:
-        check_model(subject, loaded, strict=request.strict, reporter=reporter)
+        origins[subject.name] = check_model(subject, loaded, strict=request.strict)
         if wants_canary(request, subject):
             check_canary(loaded, subject)
     longest = contexts[-1]
@@ -91,13 +91,16 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
             where="--data",
             fix="give more text, fewer --passages or shorter --contexts",
         )
-    require_quantizable(loaded.geometry)
     reporter.stage("self-check of the capture")
-    geometry = self_check(
-        loaded, torch.from_numpy(passages[0].tokens[:CHECK_TOKENS].astype("int64")), warn=reporter.warn
-    )
+    general = list(corpus.warnings)
+
+    def warn(line: str) -> None:
+        general.append(line)
+        reporter.warn(line)
+
+    geometry = self_check(loaded, torch.from_numpy(passages[0].tokens[:CHECK_TOKENS].astype("int64")), warn=warn)
     if request.dry_run:
-        return ValidateResult(None, _report(request, loaded, corpus, (), []))
+        return ValidateResult(None, _report(request, loaded, corpus, (), [], general))
 
     codecs = [subject.codecs(loaded.device) for subject in subjects]
     reference: tuple[dict[int, Any], Windows] = ({}, subjects[0].windows)
@@ -126,10 +129,11 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
 
     rows = [bf16_row(geometry, subjects[0].windows, contexts, samples[0])]
     for number, (subject, own_samples) in enumerate(zip(subjects, samples[1:], strict=True)):
-        rows.append(subject_row(subject, contexts, own_samples, folds, canaries.get(subject.name), number))
+        canary = canaries.get(subject.name)
+        rows.append(subject_row(subject, contexts, own_samples, folds, canary, number, origins[subject.name]))
         for line in rows[-1].warnings:
             reporter.warn(f"{subject.name}: {line}")
-    report = _report(request, loaded, corpus, apply_gates(gates, rows[1:]), rows)
+    report = _report(request, loaded, corpus, apply_gates(gates, rows[1:]), rows, general)
     arrays = {
         f"canary-{number}.safetensors": canaries[s.name].arrays
         for number, s in enumerate(subjects)
@@ -184,8 +188,9 @@ def subject_row(
     folds: tuple[FoldDecision, ...],
     canary: CanaryRecord | None,
     number: int,
+    origin: tuple[str, ...],
 ) -> ArtifactReport:
-    """Report one artifact."""
+    """Report one artifact; `origin` says how the measured model differs from the one it was fitted on."""
     plan, geometry = subject.plan, subject.geometry
     storage = tuple(bits_per_element(plan, geometry, subject.windows, c) for c in storage_contexts(contexts))
     layers = layer_rows(samples, contexts[-1])
@@ -193,7 +198,8 @@ def subject_row(
     if canary is not None:
         entry = canary_entry(f"canary-{number}.safetensors", canary.arrays)
         summary = CanarySummary(file=entry, tokens=canary.tokens, deviation=canary.deviation)
-    warnings = centring_warnings(plan, {row.layer: row.mean_ratio for row in layers})
+    warnings = [*origin]
+    warnings += centring_warnings(plan, {row.layer: row.mean_ratio for row in layers})
     warnings += collapse_warnings(plan, layers)
     warnings += context_warnings(contexts, subject.target_context)
     return ArtifactReport(
@@ -230,7 +236,12 @@ def storage_contexts(contexts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _report(
-    request: ValidateRequest, loaded: LoadedModel, corpus: Corpus, gates: tuple[Any, ...], rows: list[ArtifactReport]
+    request: ValidateRequest,
+    loaded: LoadedModel,
+    corpus: Corpus,
+    gates: tuple[Any, ...],
+    rows: list[ArtifactReport],
+    warnings: list[str],
 ) -> Report:
     return Report(
         identity=loaded.identity,
@@ -241,7 +252,7 @@ def _report(
         cast=str(SERVED_CAST).removeprefix("torch."),
         artifacts=tuple(rows),
         gates=gates,
-        warnings=tuple(corpus.warnings),
+        warnings=tuple(warnings),
         versions=versions(),
         command=_command(request, loaded, corpus, rows),
     )

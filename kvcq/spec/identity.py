@@ -27,11 +27,15 @@ class Identity(SpecModel):
 
 
 class WeightFile(SpecModel):
-    """One weight file: its size in bytes and the SHA-256 of its header (safetensors or GGUF)."""
+    """One weight file: size in bytes, SHA-256 of its safetensors header, and of 64 evenly spaced 4 KiB blocks of data.
+
+    Fine-tuned models share sizes and headers with their base; the blocks tell them apart without reading gigabytes.
+    """
 
     name: str
     size: int
     header_sha256: str
+    blocks_sha256: str
 
 
 class Provenance(SpecModel):

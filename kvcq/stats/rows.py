@@ -73,7 +73,8 @@ class RowStore:
             for name in "kvq":
                 kept = keep_queries if name == "q" else keep
                 stored = self._rows.get(f"layers.{layer.layer}.rows.{name}", _nothing(layer, name))
-                tensors[f"layers.{layer.layer}.rows.{name}"] = stored[:, kept].contiguous()
+                whole = len(kept) == stored.shape[1]
+                tensors[f"layers.{layer.layer}.rows.{name}"] = stored if whole else stored[:, kept].contiguous()
         for i, digest in enumerate(probe):
             start, stop = self.plan.spans[digest]
             tensors[f"probe.{i}.positions"] = self._probe_positions[digest]

@@ -236,3 +236,17 @@ def test_bad_tensors_are_corrupt_and_bad_plans_unsupported() -> None:
     ):
         with pytest.raises(UnsupportedError):
             build(spec)
+
+
+@pytest.mark.parametrize("name", sorted(KEYS))
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_codes_of_a_token_do_not_depend_on_its_neighbours(name: str, cast: torch.dtype | None) -> None:
+    spec = KEYS[name]
+    plan = LayerPlan(layer=3, k=spec, v=VALUE_DEFAULT)
+    codec = HeadCodec.build(plan, GEOMETRY, tensors(spec, VALUE_DEFAULT), cast=cast)
+    k = draw(11, H, T, D).float()
+    whole = codec.encode_keys(codec.key_frame(k))
+    for t in range(T):
+        alone = codec.encode_keys(codec.key_frame(k[:, t : t + 1]))
+        assert torch.equal(alone.codes, whole.codes[:, t : t + 1])
+        assert torch.equal(alone.scale, whole.scale[:, t : t + 1])

@@ -1,4 +1,4 @@
-"""Run the shell blocks of a Markdown file that are marked with ``<!-- run -->``, in an empty folder.
+"""Run the shell and Python blocks of a Markdown file that are marked with ``<!-- run -->``, in an empty folder.
 
 Usage: python tests/docs/run_commands.py README.md [MORE.md ...]. The first command that fails ends with its code.
 """
@@ -12,11 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-BLOCK = re.compile(r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^<!-- run -->\n```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNNERS = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
 
 
-def blocks(text: str) -> list[str]:
-    """Return the marked shell blocks of a document."""
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Return (language, text) of the marked blocks of a document."""
     return BLOCK.findall(text)
 
 
@@ -30,10 +31,10 @@ def main(paths: list[str]) -> int:
             if not found:
                 print(f"{path}: no block is marked <!-- run -->", file=sys.stderr)
                 return 1
-            for block in found:
-                print(f"\n$ {block.rstrip()}", flush=True)
+            for language, block in found:
+                print(f"\n[{language}]\n{block.rstrip()}", flush=True)
                 start = time.monotonic()
-                code = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=folder, check=False).returncode
+                code = subprocess.run([*RUNNERS[language], block], cwd=folder, check=False).returncode
                 print(f"[{time.monotonic() - start:.1f} s]", flush=True)
                 if code:
                     print(f"{path}: the block above ended with exit code {code}", file=sys.stderr)

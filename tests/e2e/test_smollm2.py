@@ -45,7 +45,16 @@ def test_methods_come_out_in_their_order(quick: Quickstart) -> None:
     kl = quick.answer["kl"]
     assert set(kl) == {"bf16 reference", *ORDER}
     assert all(kl[worse] > kl[better] for worse, better in pairwise(ORDER))
-    assert kl["bf16 reference"] < 1e-4 < kl["nova"] < 0.1
+    assert kl["bf16 reference"] < 1e-4
+
+
+# Mean KL at 2k of an implementation that shares no code with kvcq, in float64, over seven layers.
+INDEPENDENT = {"naive-int2": 0.546, "quarot-int2": 0.172, "oscar": 0.109, "oscar-centered": 0.061, "nova": 0.022}
+
+
+@pytest.mark.parametrize("method", ORDER)
+def test_fidelity_agrees_with_an_independent_check_within_a_factor_of_two(quick: Quickstart, method: str) -> None:
+    assert 0.5 < quick.answer["kl"][method] / INDEPENDENT[method] < 2.0
 
 
 def test_answer_names_what_was_made(quick: Quickstart) -> None:

@@ -1,4 +1,4 @@
-"""METHODS 7.3: Hadamard rotation with INT2 and naive INT2."""
+"""By hand: Hadamard rotation with INT2 and naive INT2."""
 
 import torch
 

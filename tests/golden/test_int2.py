@@ -1,4 +1,4 @@
-"""METHODS 7.2: INT2 codes of the row x, in both metadata modes."""
+"""By hand: INT2 codes of the row x, in both metadata modes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""METHODS 7.4: the attention metric, the toy codebooks, sinks and the fp8 snap."""
+"""NOVA-KV by hand: the attention metric, the toy codebooks, sinks and the fp8 snap."""
 
 from typing import Any
 

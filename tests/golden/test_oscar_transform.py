@@ -1,4 +1,4 @@
-"""METHODS 7.1: bit reversal, spectrum and composed rotation."""
+"""OSCAR by hand: bit reversal, spectrum and composed rotation."""
 
 import torch
 

@@ -111,6 +111,8 @@ torch.set_num_threads(plan["threads"])
 out = Path(plan["out"])
 for method, settings in plan["methods"].items():
     fit(FitRequest(stats=Path(plan["stats"]), out=out / method, method=method, settings=tuple(settings)))
+    target = out / f"{method}-target"
+    fit(FitRequest(stats=Path(plan["stats"]), out=target, method=method, settings=tuple(settings), target_context=400))
     if plan["report"] and method != "bf16":
         pack(PackRequest(fit=out / method, report=Path(plan["report"]), out=out / f"{method}.kvcq"))
 """

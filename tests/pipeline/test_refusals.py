@@ -103,6 +103,17 @@ def test_other_weights_warn_and_strict_refuses(world: World, tmp_path: Path) -> 
     assert any("other weights" in line for line in listener.warnings)
 
 
+def test_equal_shapes_are_not_equal_weights_and_report_and_pack_say_so(world: World, tmp_path: Path) -> None:
+    """Another seed gives weight files of the same sizes and headers."""
+    other = save_tiny(tmp_path / "other", seed=5)
+    report = tmp_path / "report"
+    row = world.validate(report, world.fits["nova"], model=str(other)).report.artifacts[1]
+    assert any("fitted on other weights" in line for line in row.warnings)
+    listener = Listener()
+    pack(PackRequest(fit=world.fits["nova"], report=report, out=tmp_path / "nova.kvcq"), listener)
+    assert any("other weights" in line for line in listener.warnings)
+
+
 def test_a_copy_of_the_same_files_is_the_same_model(world: World, tmp_path: Path) -> None:
     copied = shutil.copytree(world.model, tmp_path / "renamed")
     world.validate(tmp_path / "report", world.fits["nova"], model=str(copied), strict=True, canary=())

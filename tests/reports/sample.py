@@ -96,7 +96,7 @@ IDENTITY = Identity(geometry="a" * 64, vocabulary="b" * 64, norms={"rms_norm_eps
 PROVENANCE = Provenance(
     source="HuggingFaceTB/SmolLM2-135M-Instruct",
     revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
-    weights=(WeightFile(name="model.safetensors", size=269060552, header_sha256="d" * 64),),
+    weights=(WeightFile(name="model.safetensors", size=269060552, header_sha256="d" * 64, blocks_sha256="e" * 64),),
 )
 
 
