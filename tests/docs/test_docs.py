@@ -202,8 +202,8 @@ def run(page, folder, monkeypatch):
     return namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_marked_python_runs(page, folder, monkeypatch):
+@pytest.mark.parametrize("page", DOCS, ids=named)
+def test_marked_python_of_the_docs_runs(page, folder, monkeypatch):
     run(page, folder, monkeypatch)
 
 
