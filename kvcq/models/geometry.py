@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcq.errors import UnsupportedError
 from kvcq.models.attention import AttentionCall
@@ -44,7 +44,7 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
         UnsupportedError: latent (MLA) or indexed attention, own attention code, layers that bypass or repeat the
             call, encoder-decoders; the line names model_type, layer and reason.
     """
-    refuse_by_config(model)
+    refuse_by_config(model.config)
     config = decoder_config(model)
     observation = observe(model, longest)
     ropes, rope_of = rope_specs(model, observation=observation)
@@ -115,19 +115,19 @@ def require_quantizable(geometry: ModelGeometry) -> None:
     )
 
 
-def refuse_by_config(model: PreTrainedModel) -> None:
-    """Refuse what the configuration alone rules out, before anything runs.
+def refuse_by_config(whole: PreTrainedConfig) -> None:
+    """Refuse what the configuration alone rules out, before weights are loaded and anything runs.
 
     Raises:
         UnsupportedError: MLA, indexed (sparse) attention, or an encoder-decoder.
     """
-    config = decoder_config(model)
-    where = f"model_type {model.config.model_type}"
+    config = whole.get_text_config(decoder=True)
+    where = f"model_type {whole.model_type}"
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedError("MLA latent cache is not supported", where=where)
     if getattr(config, "index_topk", None):
         raise UnsupportedError("sparse attention with an index is not supported", where=where)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedError("encoder-decoder models are not supported", where=where)
 
 

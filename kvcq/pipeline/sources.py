@@ -10,7 +10,6 @@ from kvcq.errors import InputError, UnsupportedError
 from kvcq.models.load import LoadedModel, load_model
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
-from kvcq.spec.geometry import ModelGeometry
 
 
 def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> LoadedModel:
@@ -37,11 +36,6 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
             where=f"model_type {loaded.geometry.model_type}",
         )
     return loaded
-
-
-def regimes(geometry: ModelGeometry) -> list[str]:
-    """Return the RoPE regimes that depend on the sequence length, e.g. ``longrope:short``."""
-    return sorted({rope.regime for rope in geometry.ropes if ":" in rope.regime})
 
 
 def open_corpus(
