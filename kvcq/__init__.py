@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
+    from kvcq.pipeline.inspect_model import inspect_model
     from kvcq.pipeline.pack import pack
     from kvcq.pipeline.quickstart import quickstart
     from kvcq.pipeline.requests import (
         CollectRequest,
         FitRequest,
+        InspectRequest,
         PackRequest,
         QuickstartRequest,
         ValidateRequest,
@@ -35,11 +37,13 @@ _HOMES = {
     "quickstart": "pipeline.quickstart",
     "verify": "pipeline.inspect",
     "inspect": "pipeline.inspect",
+    "inspect_model": "pipeline.inspect_model",
     "diff": "pipeline.inspect",
     "methods": "pipeline.about",
     "environment": "pipeline.about",
     "CollectRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
+    "InspectRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
@@ -48,6 +52,7 @@ _HOMES = {
 __all__ = [
     "CollectRequest",
     "FitRequest",
+    "InspectRequest",
     "PackRequest",
     "QuickstartRequest",
     "ValidateRequest",
@@ -57,6 +62,7 @@ __all__ = [
     "environment",
     "fit",
     "inspect",
+    "inspect_model",
     "load_bundle",
     "methods",
     "pack",

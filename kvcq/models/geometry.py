@@ -34,7 +34,7 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
 
     Two forwards of 17 random tokens show heads, dimensions, scaling, softcap, sinks, windows and rotations; the
     configuration names the kinds of the layers and must not contradict. A layer with any sliding window counts as
-    sliding, also where the window is longer than the model's context.
+    sliding, also where the window is longer than the model's context; a chunked layer's window is its chunk.
 
     Args:
         model: A causal language model in eval mode.
@@ -61,6 +61,8 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
             _cross_check(model, config, call)
         source = producers.get(layer)
         geometry = _layer(call, "full" if actual == "linear" else actual, rope_of[layer])
+        if actual == "chunked":
+            geometry = geometry.model_copy(update={"window": getattr(config, "attention_chunk_size", None)})
         layers.append(geometry if source is None else geometry.model_copy(update={"kind": "shared", "source": source}))
     return ModelGeometry(
         model_type=model.config.model_type,
@@ -89,6 +91,8 @@ def observed_geometry(
         if layer.layer not in seen:
             raise UnsupportedError("the layer does not pass through the attention function", where=where)
         now = _layer(seen[layer.layer], layer.kind, layer.rope, layer.source)
+        if layer.kind == "chunked":
+            now = now.model_copy(update={"window": layer.window})
         if now != layer.model_copy(update={"unrotates": False}):
             raise UnsupportedError(
                 f"attention differs between two runs: {_shape(now)} now, {_shape(layer)} before", where=where

@@ -18,10 +18,11 @@ from kvcq.data.sequences import Corpus
 from kvcq.errors import ResourceError
 from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel
+from kvcq.pipeline.eligible import bf16_reason
 from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.regimes import one_regime
 from kvcq.pipeline.requests import CollectRequest
 from kvcq.pipeline.result import aligned
-from kvcq.pipeline.regimes import one_regime
 from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
 from kvcq.pipeline.versions import versions
 from kvcq.spec.geometry import ModelGeometry
@@ -169,7 +170,11 @@ def describe(
         seed=request.seed,
         dtype=loaded.dtype_name,
         chunk=request.chunk,
-        skipped={str(layer.layer): f"{layer.kind} attention" for layer in geometry.layers if layer.kind != "full"},
+        skipped={
+            str(layer.layer): reason
+            for layer in geometry.layers
+            if layer.kind != "full" and (reason := bf16_reason(layer)) is not None
+        },
         warnings=warnings,
         versions=versions(),
     )
