@@ -80,7 +80,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     A type whose own module defines a cache class (MiniMax) takes no other.
     """
     module = type(model).__module__
-    for own in vars(sys.modules[module]).values():
+    for own in list(getattr(sys.modules.get(module), "__dict__", {}).values()):
         if isinstance(own, type) and issubclass(own, DynamicCache) and own.__module__ == module:
             return own()
     return DynamicCache(config=model.config)
