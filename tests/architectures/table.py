@@ -57,7 +57,6 @@ def _half(rotary: int) -> Layer:
     return replace(FULL, rope=(rotary, "half"))
 
 
-MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
 GLM = MOE | {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 STABLE = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 2}
 NOPE = replace(FULL, rope=None)
@@ -89,7 +88,7 @@ ARCHITECTURES = (
     Architecture("ernie4_5", (replace(FULL, rope=TURNING),) * 2),
     Architecture("minimax", (FULL, STATE), MOE | {"layer_types": ["full_attention", "linear_attention"]}),
     Architecture("nemotron", (_half(16), _half(16))),
-    Architecture("falcon_h1", (FULL, FULL), MAMBA),
+    Architecture("falcon_h1", (FULL, FULL)),
 )
 
 # Model type -> what the one line must say.
@@ -99,7 +98,7 @@ REFUSED = {
     "mpt": "its own attention code path",
     "deepseek_v3": "MLA latent cache is not supported",
     "jetmoe": "4 KV heads, the configuration says 2",
-    "diffllama": "calls attention 2 times a forward",
+    "diffllama": "calls attention 2 times a forward|its own attention code path",
     "mistral": "all are sliding",
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu", "deepseek_v32", "glm_moe_dsa")

@@ -18,6 +18,7 @@ from kvcq.pipeline.inspect import verify
 from kvcq.spec.geometry import ModelGeometry
 from tests.architectures.table import ARCHITECTURES, LATENT, REFUSED, Architecture, found
 from tests.chain import World, write_text
+from tests.library import dispatched_by_name
 from tests.tiny import save_tiny, tiny_model
 
 METHODS = ("naive-int2", "oscar-centered", "nova")
@@ -46,7 +47,8 @@ def test_the_chain_runs_and_every_layer_is_what_the_table_says(
 ) -> None:
     model = save_tiny(tmp_path / "model", architecture.model_type, **architecture.overrides)
     world = replace(texts, folder=tmp_path, model=model, fits={})
-    world.collect(world.stats, **COLLECTING)
+    with dispatched_by_name():
+        world.collect(world.stats, **COLLECTING)
     header = read_stats(world.stats).header
     check_plan(architecture, header.geometry)
     for method in METHODS:

@@ -26,6 +26,7 @@ from kvcq.stats.accumulator import LayerSums
 from kvcq.stats.rotary import average_mean, average_second, mean_rotation_moments
 from tests.capture.examples import collect, everything
 from tests.chain import World, write_text
+from tests.library import OLDER
 from tests.tiny import save_tiny, tiny_model, tiny_tokens
 
 
@@ -178,11 +179,11 @@ def test_a_bound_layer_refuses_a_longer_target_by_name(world: World) -> None:
     assert not (world.folder / "beyond").exists()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields"), [("phi3", longrope(64)), ("llama", DYNAMIC | {"max_position_embeddings": 64})]
-)
-def test_chunks_never_mix_regimes(world: World, model_type: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model_type", "fields"), [("phi3", longrope(64)), ("llama", DYNAMIC)])
+def test_chunks_never_mix_regimes(model_type: str, fields: dict[str, Any]) -> None:
     """A chunk is a forward of its own length: it would rotate by other frequencies than the whole sequence."""
+    if OLDER and fields is DYNAMIC:
+        pytest.skip("this version of transformers never returns from stretched frequencies, so that none mix")
     loaded = wrap_model(tiny_model(model_type, **fields), longest=LENGTH)
     geometry = self_check(loaded, tiny_tokens(48))
     sequence = repeated(7, LENGTH)
