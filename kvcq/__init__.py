@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
+    from kvcq.pipeline.inspect_model import inspect_model
     from kvcq.pipeline.pack import pack
     from kvcq.pipeline.quickstart import quickstart
     from kvcq.pipeline.requests import (
         CollectRequest,
         FitRequest,
+        InspectRequest,
         PackRequest,
         QuickstartRequest,
         ValidateRequest,
@@ -36,10 +38,12 @@ _HOMES = {
     "quickstart": "pipeline.quickstart",
     "verify": "pipeline.inspect",
     "inspect": "pipeline.inspect",
+    "inspect_model": "pipeline.inspect_model",
     "diff": "pipeline.inspect",
     "methods": "pipeline.about",
     "CollectRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
+    "InspectRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
@@ -53,6 +57,7 @@ _RENAMED = {
 __all__ = [
     "CollectRequest",
     "FitRequest",
+    "InspectRequest",
     "PackRequest",
     "QuickstartRequest",
     "ValidateRequest",
@@ -62,6 +67,7 @@ __all__ = [
     "env",
     "fit",
     "inspect",
+    "inspect_model",
     "load_bundle",
     "methods",
     "pack",

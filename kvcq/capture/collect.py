@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcq.errors import InputError, UnsupportedError
 from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
 from kvcq.models.library import forward, new_cache
+from kvcq.models.rope import in_regime
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 from kvcq.stats.accumulator import LayerSums, Workspace
 from kvcq.stats.part import StatsPart, pack_stats
@@ -49,6 +50,7 @@ class Capture:
         self._first = self._position = 0
         self._turns: dict[int, Turn] = {}
         self._sources = {layer.layer: layer.source for layer in geometry.layers if layer.source is not None}
+        self._by_length = tuple(rope for rope in geometry.ropes if rope.by_length)
         self._seen: dict[int, int] = {}
         self._expected = 0
 
@@ -63,8 +65,9 @@ class Capture:
             chunk: Tokens per forward.
 
         Raises:
-            InputError: a bad chunk, a sequence that is unknown or ran before, or non-finite activations (layer and
-                head named). The capture has no result after an error.
+            InputError: a bad chunk, a sequence that is unknown or ran before, a forward in another RoPE regime than
+                the geometry's, or non-finite activations (layer and head named). The capture has no result after an
+                error.
             UnsupportedError: a layer did not see every token.
         """
         if chunk < 1:
@@ -80,6 +83,7 @@ class Capture:
         with attention_hook(self._model, self._attend):
             for start, stop in sequence.segments:
                 wanted = min(stop, max(counted, probe[1] if probe[1] > start else 0))
+                wanted = stop if wanted > start and self._by_length else wanted  # a shorter run has other frequencies
                 skipped = counted <= start and probe[0] >= stop
                 if wanted > start and not skipped:
                     self._run_segment(sequence, start, wanted, chunk)
@@ -103,6 +107,13 @@ class Capture:
             self._turns.clear()
             forward(self._model, tokens, cache=cache, last_only=True)
             self._expected += last - first
+            if self._by_length and not in_regime(self._model, self._by_length):
+                raise InputError(
+                    f"a forward of {last - first} tokens to position {last - start - 1} has other rotary frequencies "
+                    f"than {self._by_length[0].regime} at the planned length",
+                    where="--chunk",
+                    fix="run whole sequences of one length: --chunk of at least --seq-len, --packing on",
+                )
 
     def _attend(self, call: AttentionCall) -> Tensor:
         output = plain_attention(call)

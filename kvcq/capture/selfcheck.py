@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcq.errors import UnsupportedError
+from kvcq.errors import InputError, UnsupportedError
 from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
 from kvcq.models.geometry import observed_geometry
 from kvcq.models.library import decoder_config, forward, new_cache, quiet_library
+from kvcq.models.observe import SHIFT, SHORTEST
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 from kvcq.stats.rotary import rotate
 
 if TYPE_CHECKING:
     from kvcq.models.load import LoadedModel
 
-SHIFT = 37
+# Random weights lose half the variance of their logits against guessing: 0.5 nats, up to 2.3 in the library's types.
+DOUBTFUL_NATS, BROKEN_NATS = 1.0, 2.5
 # Largest difference relative to the largest value: of logits and layer outputs, and of shifted keys and queries.
 # Half precision rounds the attention weights (eager) and the cosines (bf16: 2^-9) before they are used.
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -36,7 +38,7 @@ class _Run:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     calls: dict[int, list[AttentionCall]] = field(default_factory=dict)
     attended: dict[int, Tensor] = field(default_factory=dict)
-    cache: object = None
+    cache: Any = None
 
 
 def self_check(
@@ -45,16 +47,17 @@ def self_check(
     """Check a model before it is collected and return its geometry as observed.
 
     Every check compares with the untouched model: logits with its eager attention, captured keys and values bit for
-    bit with its cache, keys and queries with those of the same tokens 37 positions later. A layer that fails only the
-    last check keeps ``unrotates=False``.
+    bit with its cache, keys and queries with those of the same tokens 37 positions later and, in length, at the end of
+    its context. A layer that fails only the check of positions keeps ``unrotates=False``.
 
     Args:
         loaded: The model; left as found.
         tokens: About 48 real token ids, LongTensor ``[n]``, from the start of a text.
-        warn: Receives a line when the loss on the tokens is implausible.
+        warn: Receives a line when the loss on the tokens is doubtful.
 
     Raises:
         UnsupportedError: a check failed; one line names model_type, layer and check.
+        InputError: the loss on the tokens is far above guessing.
     """
     model, dtype = loaded.model, loaded.model.dtype
     where = f"model_type {loaded.geometry.model_type}"
@@ -71,7 +74,7 @@ def self_check(
             _called_once(own, layer, where)
             _equals_cache(own, layer, where)
         unrotates = _shift_check(loaded, ids, own, SHIFT_TOLERANCE.get(dtype, 4e-2))
-    _plausible(own.logits, tokens, warn)
+    _plausible(own.logits, tokens, where, warn)
     return observed_geometry(loaded.geometry, {number: calls[0] for number, calls in own.calls.items()}, unrotates)
 
 
@@ -89,9 +92,19 @@ def _eager(model: Any) -> Iterator[None]:
 
 
 def _run(
-    model: Any, ids: Tensor, *, capture: bool = False, positions: Tensor | None = None, replay: _Run | None = None
+    model: Any,
+    ids: Tensor,
+    *,
+    capture: bool = False,
+    positions: Tensor | None = None,
+    replay: _Run | None = None,
+    past: int = 0,
 ) -> _Run:
+    """Run once from an empty cache, which claims `past` rows: some types count positions by it."""
     run = _Run(torch.empty(0), cache=new_cache(model))
+    if past:
+        counted = run.cache.get_seq_length
+        run.cache.get_seq_length = lambda *at, **by: counted(*at, **by) + past
     handles = [
         layer.register_forward_hook(_keep_output(run.outputs, i)) for i, layer in enumerate(_decoder_layers(model))
     ]
@@ -172,24 +185,40 @@ def _equals_cache(run: _Run, layer: LayerGeometry, where: str) -> None:
 
 
 def _shift_check(loaded: LoadedModel, ids: Tensor, own: _Run, tolerance: float) -> dict[int, bool]:
-    """Tell for each layer whether k and q of the same tokens SHIFT positions later are the rotated ones."""
+    """Tell for each layer whether k and q of the same tokens SHIFT positions later are the rotated ones.
+
+    At the end of the model's context their length is checked, which finds scales that begin late (Llama 4, Ministral).
+    """
+    count, end = ids.shape[1], torch.empty(0, dtype=torch.long)
+    far = max((loaded.geometry.max_positions or 0) - count, SHIFT)
     try:
-        positions = torch.arange(ids.shape[1]) + SHIFT
+        if any(rope.by_length for rope in loaded.geometry.ropes):
+            # One more token, last so that no other sees it, puts the runs into the regime that will be collected.
+            end = torch.tensor([max(loaded.longest or 0, SHORTEST) - 1])
+            count = min(count, int(end) - SHIFT)
+            far = int(end) - count
+            ids = torch.cat([ids[:, :count], ids[:, :1]], dim=1)
+            own = _run(loaded.model, ids, capture=True, positions=torch.cat([torch.arange(count), end]))
         # With the attention results of the first run every layer has the same input again: layers are judged one by
         # one, and rounding does not build up over a deep model in half precision.
-        later = _run(loaded.model, ids, capture=True, positions=positions, replay=own)
+        later, last = (
+            _run(loaded.model, ids, capture=True, positions=torch.cat([place, end]), replay=own, past=past)
+            for place, past in ((torch.arange(count) + SHIFT, 0), (torch.arange(count) + far, far))
+        )
     except UnsupportedError:
         return {}
-    shift = torch.full((ids.shape[1],), SHIFT)
+    shift = torch.full((count,), SHIFT)
     passed = {}
     for layer in loaded.geometry.layers:
-        if layer.layer not in own.calls or layer.layer not in later.calls:
+        if any(layer.layer not in run.calls for run in (own, later, last)):
             continue
         rope = loaded.geometry.rope_of(layer)
-        before, after = own.calls[layer.layer][0], later.calls[layer.layer][0]
+        calls = [run.calls[layer.layer][0] for run in (own, later, last)]
         passed[layer.layer] = all(
-            _difference(rotate(x[0].float(), shift.to(x.device), rope), y[0]) <= tolerance
-            for x, y in ((before.key, after.key), (before.query, after.query))
+            _difference(rotate(x.float(), shift.to(x.device), rope), y) <= tolerance
+            # Angles are too coarse at the far end to compare channels; a rotation keeps the length of a row anyway.
+            and _difference(z.float().norm(dim=-1), x.float().norm(dim=-1)) <= tolerance
+            for x, y, z in ([getattr(call, name)[0, :, :count] for call in calls] for name in ("key", "query"))
         )
     # A cache is un-rotated for all of its readers or for none.
     for layer in loaded.geometry.layers:
@@ -198,9 +227,19 @@ def _shift_check(loaded: LoadedModel, ids: Tensor, own: _Run, tolerance: float) 
     return passed
 
 
-def _plausible(logits: Tensor, tokens: Tensor, warn: Callable[[str], None]) -> None:
+def _plausible(logits: Tensor, tokens: Tensor, where: str, warn: Callable[[str], None]) -> None:
+    """Refuse a model that is surer of wrong tokens than random weights are; warn near that."""
     targets = tokens[1:].long().to(logits.device)
     loss = float(torch.nn.functional.cross_entropy(logits[:-1].float(), targets))
-    ceiling = 1.5 * math.log(logits.shape[-1])
-    if not loss <= ceiling:
-        warn(f"loss on the calibration text is {loss:.1f} nats, above {ceiling:.1f}: is it this model's tokenizer?")
+    guessing = math.log(logits.shape[-1])
+    if not loss <= guessing + BROKEN_NATS:
+        raise InputError(
+            f"loss on the calibration text is {loss:.1f} nats, far above the {guessing:.1f} of guessing",
+            where=where,
+            fix="the tokenizer is not this model's, or its weights arrived damaged",
+        )
+    if loss > guessing + DOUBTFUL_NATS:
+        warn(
+            f"loss on the calibration text is {loss:.1f} nats, above the {guessing:.1f} of guessing: "
+            "is it this model's tokenizer and language?"
+        )

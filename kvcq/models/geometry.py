@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcq.errors import UnsupportedError
 from kvcq.models.attention import AttentionCall
@@ -34,7 +34,7 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
 
     Two forwards of 17 random tokens show heads, dimensions, scaling, softcap, sinks, windows and rotations; the
     configuration names the kinds of the layers and must not contradict. A layer with any sliding window counts as
-    sliding, also where the window is longer than the model's context.
+    sliding, also where the window is longer than the model's context; a chunked layer's window is its chunk.
 
     Args:
         model: A causal language model in eval mode.
@@ -44,7 +44,7 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
         UnsupportedError: latent (MLA) or indexed attention, own attention code, layers that bypass or repeat the
             call, encoder-decoders; the line names model_type, layer and reason.
     """
-    refuse_by_config(model)
+    refuse_by_config(model.config)
     config = decoder_config(model)
     observation = observe(model, longest)
     ropes, rope_of = rope_specs(model, observation=observation)
@@ -61,6 +61,8 @@ def plan_geometry(model: PreTrainedModel, *, longest: int | None = None) -> Mode
             _cross_check(model, config, call)
         source = producers.get(layer)
         geometry = _layer(call, "full" if actual == "linear" else actual, rope_of[layer])
+        if actual == "chunked":
+            geometry = geometry.model_copy(update={"window": getattr(config, "attention_chunk_size", None)})
         layers.append(geometry if source is None else geometry.model_copy(update={"kind": "shared", "source": source}))
     return ModelGeometry(
         model_type=model.config.model_type,
@@ -89,6 +91,8 @@ def observed_geometry(
         if layer.layer not in seen:
             raise UnsupportedError("the layer does not pass through the attention function", where=where)
         now = _layer(seen[layer.layer], layer.kind, layer.rope, layer.source)
+        if layer.kind == "chunked":
+            now = now.model_copy(update={"window": layer.window})
         if now != layer.model_copy(update={"unrotates": False}):
             raise UnsupportedError(
                 f"attention differs between two runs: {_shape(now)} now, {_shape(layer)} before", where=where
@@ -115,19 +119,19 @@ def require_quantizable(geometry: ModelGeometry) -> None:
     )
 
 
-def refuse_by_config(model: PreTrainedModel) -> None:
-    """Refuse what the configuration alone rules out, before anything runs.
+def refuse_by_config(whole: PreTrainedConfig) -> None:
+    """Refuse what the configuration alone rules out, before weights are loaded and anything runs.
 
     Raises:
         UnsupportedError: MLA, indexed (sparse) attention, or an encoder-decoder.
     """
-    config = decoder_config(model)
-    where = f"model_type {model.config.model_type}"
+    config = whole.get_text_config(decoder=True)
+    where = f"model_type {whole.model_type}"
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedError("MLA latent cache is not supported", where=where)
     if getattr(config, "index_topk", None):
         raise UnsupportedError("sparse attention with an index is not supported", where=where)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(whole, "is_encoder_decoder", False):
         raise UnsupportedError("encoder-decoder models are not supported", where=where)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,14 +49,48 @@ def refuse_incomplete(report: Mapping[str, Any], label: str) -> None:
             raise InputError(f"{len(names)} weights are {kind}, the first is {names[0]}", where=label)
 
 
+def refuse_meta(model: PreTrainedModel, label: str) -> None:
+    """Refuse weights that have no data. Offloaded ones are none of them: accelerate brings them for each forward.
+
+    Raises:
+        InputError: a parameter lies on the meta device and nothing will load it; the line names it.
+    """
+    offloaded = tuple(name for name, module in model.named_modules() if _offloads(getattr(module, "_hf_hook", None)))
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and not any(name.startswith(f"{owner}." if owner else "") for owner in offloaded):
+            raise InputError(
+                f"the weight {name} is on the meta device: it has no data",
+                where=label,
+                fix="load the model completely, or spread it with --device-map auto",
+            )
+
+
+def _offloads(hook: Any) -> bool:
+    return any(getattr(link, "offload", False) for link in getattr(hook, "hooks", (hook,)))
+
+
 def decoder_config(model: PreTrainedModel) -> Any:
     """Return the configuration that describes the text decoder (nested in multimodal models)."""
     return model.config.get_text_config(decoder=True)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Return an empty cache with one entry a layer; sliding layers keep their last window - 1 rows only."""
+    """Return an empty cache with one entry a layer; sliding layers keep their last window - 1 rows only.
+
+    A type whose own module defines a cache class (MiniMax) takes no other.
+    """
+    module = type(model).__module__
+    for own in list(getattr(sys.modules.get(module), "__dict__", {}).values()):
+        if isinstance(own, type) and issubclass(own, DynamicCache) and own.__module__ == module:
+            return own()
     return DynamicCache(config=model.config)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return where token ids go: offloaded weights lie on the meta device until their module runs."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return model.device if device is None else torch.device(device)
 
 
 @torch.no_grad()
@@ -80,6 +115,7 @@ def forward(
         UnsupportedError: `positions` is given and the model takes none.
     """
     accepted = inspect.signature(model.forward).parameters
+    device = input_device(model)
     options: dict[str, Any] = {"use_cache": cache is not None}
     if cache is not None:
         # transformers renamed the keyword; the old name still works in newer versions but warns at every call.
@@ -87,8 +123,8 @@ def forward(
     if positions is not None:
         if "position_ids" not in accepted:
             raise UnsupportedError("the model takes no position ids", where=f"model_type {model.config.model_type}")
-        options["position_ids"] = positions.to(model.device).expand(tokens.shape[0], -1)
+        options["position_ids"] = positions.to(device).expand(tokens.shape[0], -1)
     if last_only and "logits_to_keep" in accepted:
         options["logits_to_keep"] = 1
-    logits = model(tokens.to(model.device), **options).logits
+    logits = model(tokens.to(device), **options).logits
     return logits[:, -1:] if last_only else logits

@@ -10,15 +10,15 @@ from typing import Any
 import platformdirs
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvcq.errors import InputError, UnavailableError
 from kvcq.models.builtin import BUILTINS, builtin_folder
 from kvcq.models.failures import loading
-from kvcq.models.geometry import plan_geometry
+from kvcq.models.geometry import plan_geometry, refuse_by_config
 from kvcq.models.gguf import gguf_folder
 from kvcq.models.identity import build_identity, build_provenance
-from kvcq.models.library import quiet_library, refuse_incomplete
+from kvcq.models.library import input_device, quiet_library, refuse_incomplete, refuse_meta
 from kvcq.models.source import ModelSource, resolve_source
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
@@ -37,7 +37,8 @@ class LoadedModel:
     """A model in eval mode without gradients, and everything known about it.
 
     `geometry` is planned: `unrotates` is False everywhere until the capture self-check has run. `device` is where
-    the inputs go; `dtype_name` is the dtype of the weights, e.g. ``bfloat16``.
+    the inputs go; `dtype_name` is the dtype of the weights, e.g. ``bfloat16``; `longest` is the length of sequence that
+    the geometry's RoPE regime is that of.
     """
 
     model: PreTrainedModel
@@ -48,6 +49,7 @@ class LoadedModel:
     geometry: ModelGeometry
     device: torch.device
     dtype_name: str
+    longest: int | None = None
 
 
 def load_model(
@@ -93,6 +95,8 @@ def load_model(
         if not local:
             _reach_hub(source)
         notify(f"loading {source.label}")
+        # Before the weights: some of the refused models are the largest there are.
+        refuse_by_config(AutoConfig.from_pretrained(location, **options))
         tokenizer = _tokenizer(location, source, options, need_tokenizer)
         model, report = AutoModelForCausalLM.from_pretrained(
             location, dtype=wanted, device_map=device_map, use_safetensors=True, output_loading_info=True, **options
@@ -127,6 +131,7 @@ def _loaded(
     model: PreTrainedModel, tokenizer: Any | None, source: ModelSource, provenance: Provenance, longest: int | None
 ) -> LoadedModel:
     model.eval().requires_grad_(False)
+    refuse_meta(model, source.label)
     with loading(source.label):
         geometry = plan_geometry(model, longest=longest)
     return LoadedModel(
@@ -136,8 +141,9 @@ def _loaded(
         identity=build_identity(model, tokenizer, geometry),
         provenance=provenance,
         geometry=geometry,
-        device=model.device,
+        device=input_device(model),
         dtype_name=str(model.dtype).removeprefix("torch."),
+        longest=longest,
     )
 
 

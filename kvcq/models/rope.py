@@ -8,7 +8,7 @@ short forwards decide it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ def rope_specs(
             specs.append(spec)
         layers[layer] = None if spec is None else specs.index(spec)
     return tuple(specs), layers | {layer: None for layer in seen.calls if layer not in layers}
+
+
+def in_regime(model: PreTrainedModel, specs: Iterable[RopeSpec]) -> bool:
+    """Tell whether the last forward used the frequencies of every spec whose frequencies depend on the length."""
+    now = {inv_freq for inv_freq, _, _ in _frequencies(model)}
+    return all(spec.inv_freq in now for spec in specs if spec.by_length)
 
 
 def turn(x: Tensor, spec: RopeSpec, shift: float) -> Tensor:

@@ -18,10 +18,12 @@ from kvcq.data.sequences import Corpus
 from kvcq.errors import ResourceError
 from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel
+from kvcq.pipeline.eligible import bf16_reason
 from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.regimes import one_regime
 from kvcq.pipeline.requests import CollectRequest
 from kvcq.pipeline.result import aligned
-from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing, regimes
+from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
 from kvcq.pipeline.versions import versions
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.header import StatsHeader
@@ -86,21 +88,18 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     loaded = open_model(request, reporter, longest=request.seq_len)
     corpus = open_corpus(request, loaded, reporter, seq_len=request.seq_len, num_tokens=request.num_tokens)
     require_quantizable(loaded.geometry)
-    reporter.stage("self-check of the capture")
     warnings = list(corpus.warnings)
 
     def warn(line: str) -> None:
         warnings.append(line)
         reporter.warn(line)
 
+    for line in one_regime(loaded.geometry, corpus, request.seq_len, request.chunk):
+        warn(line)
+    reporter.stage("self-check of the capture")
     geometry = self_check(
         loaded, torch.from_numpy(corpus.sequences[0].tokens[:CHECK_TOKENS].astype("int64")), warn=warn
     )
-    for regime in regimes(geometry):
-        warn(
-            f"RoPE {regime}: keys depend on the sequence length, the statistics hold in the regime of "
-            f"{request.seq_len} tokens only: collect at a length that you will serve"
-        )
     plan = choose_probe([(sequence.digest, sequence.segments) for sequence in corpus.sequences])
     for line in check_tokens(geometry, sum(plan.counted.values())):
         warn(line)
@@ -171,7 +170,11 @@ def describe(
         seed=request.seed,
         dtype=loaded.dtype_name,
         chunk=request.chunk,
-        skipped={str(layer.layer): f"{layer.kind} attention" for layer in geometry.layers if layer.kind != "full"},
+        skipped={
+            str(layer.layer): reason
+            for layer in geometry.layers
+            if layer.kind != "full" and (reason := bf16_reason(layer)) is not None
+        },
         warnings=warnings,
         versions=versions(),
     )

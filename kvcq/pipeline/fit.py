@@ -16,6 +16,7 @@ from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import InputError, UnsupportedError
 from kvcq.evaluation.warnings import centring_warnings
 from kvcq.methods.base import FitContext, Method
+from kvcq.pipeline.eligible import bf16_reason
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.recipes import apply_settings, load_recipe, resolve
 from kvcq.pipeline.requests import FitRequest
@@ -30,7 +31,6 @@ from kvcq.stats.part import layer_stats
 from kvcq.stats.target import retarget
 from kvcq.stats.view import LayerStats
 
-CHANNELS = 16
 FP16_MAX = 65504.0
 
 
@@ -173,10 +173,11 @@ def bf16_plan(layer: LayerGeometry, header: StatsHeader, recipe: Recipe, method:
         reason = f"method {method.name}"
     elif layer.layer in recipe.skip_layers:
         reason = "skipped by the recipe"
-    elif layer.d_k % CHANNELS or layer.d_v % CHANNELS:
-        reason = f"head dimension {layer.d_k}/{layer.d_v} is no multiple of {CHANNELS}, which pages need"
     else:
-        return None
+        unfit = bf16_reason(layer)
+        if unfit is None:
+            return None
+        reason = unfit
     return LayerPlan(layer=layer.layer, reason=reason)
 
 

@@ -56,6 +56,20 @@ def inspect(path: Path) -> Answer:
     return _answer("bundle", artifact.manifest, _bundle(artifact.manifest))
 
 
+def is_artifact(target: str) -> bool:
+    """Tell whether `inspect` is asked about an artifact rather than about a model.
+
+    What exists is a model if it is a .gguf file or a folder with config.json. What does not is a model if it reads like
+    a hub id or a builtin name.
+    """
+    path = Path(target)
+    if path.is_dir():
+        return not (path / "config.json").is_file()
+    if path.exists():
+        return path.suffix.lower() != ".gguf"
+    return path.suffix in (".kvcq", ".gguf") or target.startswith((".", "/", "~")) or target.count("/") > 1
+
+
 def diff(a: Path, b: Path) -> Answer:
     """List what differs between two artifacts, field by field and tensor by tensor."""
     found = differences.diff(a, b)

@@ -32,6 +32,18 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InspectRequest(ModelRequest):
+    """Show what collect and fit would do with each layer of a model.
+
+    Attributes:
+        context: Tokens at which bytes are compared, and whose RoPE regime is shown. None: 32k, or the model's context
+            where that is shorter.
+    """
+
+    context: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectRequest(ModelRequest):
     """Stream text through the model and write its attention statistics to `out`.
 

@@ -11,7 +11,6 @@ from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel, load_model
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
-from kvcq.spec.geometry import ModelGeometry
 
 
 def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> LoadedModel:
@@ -33,11 +32,6 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
     )
     require_quantizable(loaded.geometry)
     return loaded
-
-
-def regimes(geometry: ModelGeometry) -> list[str]:
-    """Return the RoPE regimes that depend on the sequence length, e.g. ``longrope:short``."""
-    return sorted({rope.regime for rope in geometry.ropes if ":" in rope.regime})
 
 
 def open_corpus(

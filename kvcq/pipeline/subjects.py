@@ -15,7 +15,7 @@ from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.verify import read_any
 from kvcq.codecs.pair import HeadCodec, layer_roles
 from kvcq.errors import InputError, MismatchError
-from kvcq.pipeline.sources import regimes
+from kvcq.pipeline.regimes import regimes
 from kvcq.spec.files import TensorEntry
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.header import FitHeader

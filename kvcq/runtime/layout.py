@@ -14,7 +14,7 @@ more groups decides how many there are, and vector quantization leaves b_k unuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import ceil, prod
 
 from kvcq.spec.codec import CodecSpec
@@ -97,6 +97,20 @@ def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> in
         for layer, k, v in _quantized(plan, geometry)
     }
     return sum(coded.get(layer.layer, _bf16_row(layer)) for layer in geometry.quantizable())
+
+
+def covered_share(layers: Collection[int], geometry: ModelGeometry, context: int) -> float:
+    """Return the share of a BF16 cache's bytes that some layers hold at a context: what quantizing them can touch.
+
+    Sliding and chunked layers hold their window at most, shared layers nothing of their own; the constant states of
+    linear layers are not counted.
+    """
+    held = {
+        layer.layer: _bf16_row(layer) * min(context, layer.window or context)
+        for layer in geometry.layers
+        if layer.kind != "shared"
+    }
+    return sum(held[layer] for layer in layers) / max(sum(held.values()), 1)
 
 
 def window_bytes(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows: Windows) -> int:

@@ -35,6 +35,11 @@ class RopeSpec(SpecModel):
     attention_scaling: float = 1.0
     regime: str = "default"
 
+    @property
+    def by_length(self) -> bool:
+        """True if the length of the sequence selects the frequencies (longrope, dynamic NTK)."""
+        return ":" in self.regime
+
     @model_validator(mode="after")
     def _pairs(self) -> RopeSpec:
         if self.rotary_dims != 2 * len(self.inv_freq):

@@ -6,7 +6,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcq.capture import selfcheck
 from kvcq.capture.selfcheck import self_check
-from kvcq.errors import UnsupportedError
+from kvcq.errors import InputError, UnsupportedError
 from kvcq.models import attention
 from kvcq.models.geometry import plan_geometry
 from tests.capture.examples import loaded
@@ -149,16 +149,19 @@ def test_non_finite_logits_are_refused():
         self_check(source, TOKENS)
 
 
-def test_an_implausible_loss_warns():
+@pytest.mark.parametrize(("factor", "told"), [(1.0, 0), (1.7, 1)])
+def test_a_loss_above_that_of_random_weights_warns(factor, told):
+    source, lines = loaded("llama"), []
+    source.model.lm_head.weight *= factor
+    self_check(source, TOKENS, warn=lines.append)
+    assert ["above the 4.9 of guessing" in line for line in lines] == [True] * told
+
+
+def test_a_loss_far_above_guessing_stops():
     source = loaded("llama")
     source.model.lm_head.weight *= 100
-    lines = []
-    self_check(source, TOKENS, warn=lines.append)
-    assert len(lines) == 1
-    assert "tokenizer" in lines[0]
-    quiet = []
-    self_check(loaded("llama"), TOKENS, warn=quiet.append)
-    assert all("tokenizer" in line for line in quiet)
+    with pytest.raises(InputError, match=r"far above the 4.9 of guessing \(model_type llama\).*tokenizer"):
+        self_check(source, TOKENS)
 
 
 def _planned_as_llama(model):

@@ -29,6 +29,7 @@ class Listener:
     def __init__(self) -> None:
         self.warnings: list[str] = []
         self.stages: list[str] = []
+        self.notes: list[str] = []
 
     def stage(self, text: str) -> None:
         self.stages.append(text)
@@ -37,7 +38,7 @@ class Listener:
         assert 0 < done <= total and unit
 
     def note(self, text: str) -> None:
-        assert text
+        self.notes.append(text)
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
