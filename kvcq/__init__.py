@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
+    from kvcq.pipeline.merge import merge
     from kvcq.pipeline.pack import pack
     from kvcq.pipeline.quickstart import quickstart
     from kvcq.pipeline.requests import (
         CollectRequest,
         FitRequest,
+        MergeRequest,
         PackRequest,
         QuickstartRequest,
         ValidateRequest,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collect": "pipeline.collect",
+    "merge": "pipeline.merge",
     "fit": "pipeline.fit",
     "validate": "pipeline.validate",
     "pack": "pipeline.pack",
@@ -39,6 +42,7 @@ _HOMES = {
     "methods": "pipeline.about",
     "environment": "pipeline.about",
     "CollectRequest": "pipeline.requests",
+    "MergeRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
@@ -48,6 +52,7 @@ _HOMES = {
 __all__ = [
     "CollectRequest",
     "FitRequest",
+    "MergeRequest",
     "PackRequest",
     "QuickstartRequest",
     "ValidateRequest",
@@ -58,6 +63,7 @@ __all__ = [
     "fit",
     "inspect",
     "load_bundle",
+    "merge",
     "methods",
     "pack",
     "quickstart",
