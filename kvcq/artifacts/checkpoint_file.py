@@ -54,7 +54,8 @@ def write_checkpoint(
     """
     with Staging(path, force=True) as stage:
         files = (write_tensors(stage, MOMENTS, moments), write_tensors(stage, SAMPLES, samples))
-        stage.write(CHECKPOINT, [encode(seal(header.model_copy(update={"files": files})))])
+        header = header.model_copy(update={"files": files, "planned": seal(header.planned)})
+        stage.write(CHECKPOINT, [encode(seal(header))])
 
 
 def read_checkpoint(path: Path) -> CheckpointFile:

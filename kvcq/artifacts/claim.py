@@ -123,10 +123,10 @@ def is_ours(path: Path, *extra: str) -> bool:
 
 def _lock(place: Path, made: list[Path]) -> FileLock:
     for _ in range(ATTEMPTS):
-        for folder in reversed([folder for folder in place.parents if not folder.exists()]):
-            folder.mkdir(exist_ok=True)
-            made.append(folder)
         try:
+            for folder in reversed([folder for folder in place.parents if not folder.exists()]):
+                folder.mkdir(exist_ok=True)
+                made.append(folder)
             return FileLock(sibling(place, "lock"), place)
         except FileNotFoundError:
             continue  # another process that made the same folder took it away again

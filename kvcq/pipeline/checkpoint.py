@@ -17,7 +17,7 @@ from kvcq.spec.compare import differences, listed
 from kvcq.spec.header import StatsHeader
 from kvcq.stats.part import StatsPart
 
-# Pauses are at least this many times as long as the last checkpoint took, whatever was asked for.
+# Pauses are at least this many times as long as the last checkpoint took, unless every sequence was asked for.
 COST = 20
 CONTINUE = "what is finished is kept, run the same command with --resume"
 # What a run finds out only at its end, and words that do not decide a number.
@@ -82,7 +82,9 @@ class Checkpoint:
     @property
     def due(self) -> bool:
         """True when it is time to write the next one."""
-        return self._every is not None and time.monotonic() - self._last >= max(self._every, COST * self._cost)
+        if not self._every:
+            return self._every == 0
+        return time.monotonic() - self._last >= max(self._every, COST * self._cost)
 
     @contextmanager
     def kept(self, capture: Capture) -> Iterator[None]:

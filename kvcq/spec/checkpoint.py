@@ -13,8 +13,8 @@ class CheckpointHeader(SpecModel):
     """State of a collection after some of its sequences.
 
     Attributes:
-        planned: The header that the finished collection will have, without files and digest: who continues must plan
-            the same.
+        planned: The header that the finished collection will have, sealed without files: who continues must plan the
+            same.
         device: What computed the sums: other hardware rounds differently.
         sequences: Sorted digests of the finished sequences behind moments and rows.
         probe: Sorted digests of the finished sequences of the probe.
