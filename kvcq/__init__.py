@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
     from kvcq.pipeline.inspect_model import inspect_model
+    from kvcq.pipeline.merge import merge
     from kvcq.pipeline.pack import pack
     from kvcq.pipeline.quickstart import quickstart
     from kvcq.pipeline.requests import (
         CollectRequest,
         FitRequest,
         InspectRequest,
+        MergeRequest,
         PackRequest,
         QuickstartRequest,
         ValidateRequest,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collect": "pipeline.collect",
+    "merge": "pipeline.merge",
     "fit": "pipeline.fit",
     "validate": "pipeline.validate",
     "pack": "pipeline.pack",
@@ -42,6 +45,7 @@ _HOMES = {
     "diff": "pipeline.inspect",
     "methods": "pipeline.about",
     "CollectRequest": "pipeline.requests",
+    "MergeRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
     "InspectRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
@@ -58,6 +62,7 @@ __all__ = [
     "CollectRequest",
     "FitRequest",
     "InspectRequest",
+    "MergeRequest",
     "PackRequest",
     "QuickstartRequest",
     "ValidateRequest",
@@ -69,6 +74,7 @@ __all__ = [
     "inspect",
     "inspect_model",
     "load_bundle",
+    "merge",
     "methods",
     "pack",
     "quickstart",

@@ -35,6 +35,18 @@ class KvcqError(Exception):
         return " ".join(line.split())
 
 
+class Interrupted(BaseException):
+    """A signal ended the work. Not an `Exception`, so that nothing on the way takes it for a failure.
+
+    Args:
+        number: The signal; the exit code is 128 more, as shells count.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
 class EvaluationError(KvcqError):
     """An evaluation item failed to run: no score can be given for it (exit 1)."""
 

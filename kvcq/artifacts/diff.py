@@ -14,6 +14,7 @@ from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
 from kvcq.artifacts.verify import Artifact, read_any
+from kvcq.spec.compare import flatten
 
 # They follow from everything else, and would repeat every difference as an unreadable hash.
 DERIVED = frozenset({"digest", "files", "tensors", "tensors_digest", "format"})
@@ -43,7 +44,7 @@ def diff(a: Path, b: Path) -> list[Difference]:
     if type(left) is not type(right):
         common = set(fields[0]) & set(fields[1])
         fields = tuple({key: side[key] for key in common} for side in fields)  # type: ignore[assignment]
-    flat = _flatten(fields[0]), _flatten(fields[1])
+    flat = flatten(fields[0]), flatten(fields[1])
     found = [
         Difference(path, flat[0].get(path), flat[1].get(path))
         for path in sorted(set(flat[0]) | set(flat[1]))
@@ -68,20 +69,6 @@ def _tensors(artifact: Artifact) -> Mapping[str, np.ndarray]:
     if isinstance(artifact, FitArtifact | Bundle):
         return artifact.tensors
     return {f"{file}.{name}": array for file, arrays in artifact.canaries.items() for name, array in arrays.items()}
-
-
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of nested JSON values by dotted path; empty containers are leaves."""
-    if isinstance(value, dict) and value:
-        items = list(value.items())
-    elif isinstance(value, list) and value:
-        items = [(str(i), item) for i, item in enumerate(value)]
-    else:
-        return {path: value}
-    leaves: dict[str, Any] = {}
-    for key, item in items:
-        leaves |= _flatten(item, f"{path}.{key}" if path else key)
-    return leaves
 
 
 def _tensor_differences(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> list[Difference]:

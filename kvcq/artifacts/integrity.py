@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcq.artifacts.archive import archive_members
+from kvcq.artifacts.claim import restore
 from kvcq.artifacts.disk import disk_errors
 from kvcq.artifacts.kinds import AGAIN, MIB, size_cap
 from kvcq.errors import CorruptArtifactError, InputError
@@ -91,6 +92,8 @@ def open_files(path: Path) -> Files:
     """
     path = Path(path)
     with disk_errors(path):
+        if not path.exists():
+            restore(path)
         if path.is_dir():
             return _folder(path)
         if not path.exists():

@@ -21,6 +21,9 @@ FILES: dict[Kind, frozenset[str]] = {
     "report": frozenset({"report.html", "run.json"}),
 }
 
+# The manifest of an interrupted collection, which is no artifact: no step accepts it in place of one.
+CHECKPOINT = "checkpoint.json"
+
 # A file that only one kind has: without the manifest next to it the artifact is incomplete.
 TELLTALES = {"kvcq.safetensors": "bundle", "moments.safetensors": "stats", "tensors.safetensors": "fit"}
 

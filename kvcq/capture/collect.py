@@ -13,7 +13,7 @@ from kvcq.models.library import forward, new_cache
 from kvcq.models.rope import in_regime
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 from kvcq.stats.accumulator import LayerSums, Workspace
-from kvcq.stats.part import StatsPart, pack_stats
+from kvcq.stats.part import StatsPart, layer_sums, pack_stats
 from kvcq.stats.probe import ProbePlan
 from kvcq.stats.rotary import Turn, turn_table
 from kvcq.stats.rows import RowStore
@@ -34,6 +34,10 @@ class Capture:
         geometry: As `self_check` observed it.
         selection: Rows to keep; every sequence that will run was offered with its counted tokens.
         plan: Which tokens are the probe and which are counted.
+
+    Attributes:
+        whole: False between the first and the last layer that takes a finished sequence in; an exception in between
+            leaves it so, and the result is then of no use.
     """
 
     def __init__(self, loaded: LoadedModel, geometry: ModelGeometry, selection: RowSelection, plan: ProbePlan) -> None:
@@ -53,6 +57,7 @@ class Capture:
         self._by_length = tuple(rope for rope in geometry.ropes if rope.by_length)
         self._seen: dict[int, int] = {}
         self._expected = 0
+        self.whole = True
 
     def run(self, sequence: TokenSequence, chunk: int) -> None:
         """Forward a sequence in chunks and add it to the statistics.
@@ -88,9 +93,26 @@ class Capture:
                 if wanted > start and not skipped:
                     self._run_segment(sequence, start, wanted, chunk)
         self._refuse_silent_layers()
+        self.whole = False
         for sums in self._sums.values():
             sums.finish()
         self._rows.done.add(sequence.digest)
+        self.whole = True
+
+    def restore(self, part: StatsPart) -> None:
+        """Continue from the statistics of an earlier capture that planned the same; nothing ran yet.
+
+        Raises:
+            InputError: arrays are missing, misshapen, or of another selection.
+        """
+        for sums in self._sums.values():
+            sums.merge(layer_sums(self._geometry, sums.geometry, part.moments))
+        self._rows.restore(part.sequences, part.probe, list(self._layers.values()), part.samples)
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Digests of the sequences that ran to their end."""
+        return frozenset(self._rows.done)
 
     @property
     def result(self) -> StatsPart:

@@ -26,7 +26,7 @@ from kvcq.cli.options import (
     Verbose,
     choice,
 )
-from kvcq.cli.values import parse_length
+from kvcq.cli.values import parse_length, parse_shard
 
 
 def command(
@@ -47,6 +47,15 @@ def command(
     device_map: DeviceMap = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
+    shard: Annotated[
+        str | None, typer.Option(help="I/N: run every N-th sequence from the I-th (0 to N-1) on; kvcq merge joins.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue after an interruption, from the checkpoint.")
+    ] = False,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Seconds between checkpoints; 0: one after each sequence.", min=0)
+    ] = 300,
     force: Force = False,
     dry_run: DryRun = False,
     json: Json = False,
@@ -59,6 +68,7 @@ def command(
     The statistics hold token digests and raw key and value rows: they are as private as the text.
 
     Example: kvcq collect smollm2-135m --data builtin:pydoc-topics --out stats/
+    After an interruption repeat the command with --resume. On two machines: --shard 0/2, --shard 1/2, then kvcq merge.
     """
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.requests import CollectRequest
@@ -82,6 +92,9 @@ def command(
         device_map=device_map,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        shard=parse_shard(shard),
+        resume=resume,
+        checkpoint_every=checkpoint_every,
         force=force,
         dry_run=dry_run,
     )

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvcq.cli import collect, diff, env, fit, inspect, methods, pack, quickstart, validate, verify
+from kvcq.cli import collect, diff, env, fit, inspect, merge, methods, pack, quickstart, validate, verify
 from kvcq.cli.console import silence, tolerate_any_locale
-from kvcq.errors import KvcqError
+from kvcq.errors import Interrupted, KvcqError
 from kvcq.version import __version__
 
 app = typer.Typer(
@@ -23,18 +23,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (quickstart, collect, fit, validate, pack, inspect, verify, diff, methods, env):
+for verb in (quickstart, collect, merge, fit, validate, pack, inspect, verify, diff, methods, env):
     app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
 
 # Typer bundles its own copy of click since 0.20: its public errors lead to the base class of either.
 _ClickError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
-INTERRUPTED = 130
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived."""
+INTERRUPTED, TERMINATED = 130, 143
+AGAIN = "nothing half-written is left, run the same command again"
 
 
 def _show_version(value: bool) -> None:
@@ -52,8 +49,11 @@ def root(
     """Fit, prove and pack 2-bit KV caches for HuggingFace causal language models."""
 
 
-def _on_sigterm(*_: object) -> NoReturn:
-    raise Terminated
+def _on_signal(number: int, _: object) -> NoReturn:
+    # The second one does not wait for anything; the next command clears up.
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_DFL)
+    raise Interrupted(number)
 
 
 def execute(arguments: Sequence[str]) -> int:
@@ -99,10 +99,11 @@ def explain(error: BaseException) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "kvcq"
         return f"{error.format_message()} ({command} --help shows the usage)", 2
+    if isinstance(error, Interrupted):
+        what = "terminated" if error.exit_code == TERMINATED else "interrupted"
+        return f"{what}: {'; '.join(getattr(error, '__notes__', [AGAIN]))}", error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return "interrupted: nothing half-written is left, run the same command again", INTERRUPTED
-    if isinstance(error, Terminated):
-        return "terminated: nothing half-written is left, run the same command again", 143
+        return f"interrupted: {AGAIN}", INTERRUPTED
     if _out_of_memory(error):
         return "out of memory: lower --seq-len or --chunk first, then --rows", 6
     return f"unexpected {type(error).__name__}: {error} (add --debug for the traceback)", 1
@@ -119,5 +120,7 @@ def _out_of_memory(error: BaseException) -> bool:
 def run() -> NoReturn:
     """Entry point of the console script."""
     tolerate_any_locale()
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, _on_signal)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background, where it is ignored
+        signal.signal(signal.SIGINT, _on_signal)
     sys.exit(execute(sys.argv[1:]))

@@ -7,6 +7,7 @@ import re
 from kvcq.errors import InputError
 
 _LENGTH = re.compile(r"^([1-9][0-9]{0,11})([kKmM]?)$")
+_SHARD = re.compile(r"^([0-9]{1,9})/([0-9]{1,9})$")
 _FACTOR = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 
@@ -25,3 +26,17 @@ def parse_length(text: str, flag: str) -> int:
 def parse_lengths(text: str, flag: str) -> tuple[int, ...]:
     """Read a comma-separated list of token counts, sorted and without repeats."""
     return tuple(sorted({parse_length(item, flag) for item in text.split(",")}))
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """Read ``I/N``; whether such a shard exists is decided later.
+
+    Raises:
+        InputError: anything else.
+    """
+    if text is None:
+        return None
+    match = _SHARD.match(text.strip())
+    if match is None:
+        raise InputError(f"{text!r} is not a shard", where="--shard", fix="write I/N with I from 0 to N-1, e.g. 0/4")
+    return int(match[1]), int(match[2])

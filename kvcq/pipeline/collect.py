@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvcq.artifacts.claim import claim
 from kvcq.artifacts.stats_file import write_stats
 from kvcq.capture.budget import Estimate, check_tokens, estimate
 from kvcq.capture.collect import Capture
 from kvcq.capture.selfcheck import self_check
 from kvcq.data.documents import check_sources
-from kvcq.data.sequences import Corpus
+from kvcq.data.sequences import Corpus, TokenSequence
 from kvcq.errors import ResourceError
-from kvcq.models.geometry import require_quantizable
 from kvcq.models.load import LoadedModel
+from kvcq.pipeline.checkpoint import Checkpoint
 from kvcq.pipeline.eligible import bf16_reason
+from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.regimes import one_regime
 from kvcq.pipeline.requests import CollectRequest
 from kvcq.pipeline.result import aligned
-from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
+from kvcq.pipeline.shards import check_shard, sharded
+from kvcq.pipeline.sources import open_corpus, open_model
 from kvcq.pipeline.versions import versions
 from kvcq.spec.geometry import ModelGeometry
-from kvcq.spec.header import StatsHeader
+from kvcq.spec.header import Shard, StatsHeader
 from kvcq.stats.part import StatsPart
 from kvcq.stats.probe import ProbePlan, choose_probe
 from kvcq.stats.sampling import RowSelection
@@ -53,6 +57,7 @@ class CollectResult:
             ("layers", f"{len(layers)} of {len(header.geometry.layers)} measured"),
             ("text", ", ".join(header.data.sources)),
             ("tokens", f"{header.tokens} in {len(header.sequences)} sequences, probe of {len(header.probe)}"),
+            *([("shard", f"{header.shard}, to be merged with the others")] if header.shard else []),
             ("rows", f"up to {header.rows} keys and values, {header.query_rows} queries per layer"),
         ]
         if self.path:
@@ -65,6 +70,7 @@ class CollectResult:
             "path": str(self.path) if self.path else None,
             "digest": self.header.digest or None,
             "tokens": self.header.tokens,
+            "shard": str(self.header.shard) if self.header.shard else None,
             "layers": [layer.layer for layer in self.header.geometry.quantizable()],
             "warnings": list(self.header.warnings),
             "planned_memory_bytes": self.planned.memory_bytes,
@@ -72,6 +78,7 @@ class CollectResult:
         }
 
 
+@exclusive
 def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResult:
     """Collect attention statistics and write a stats folder.
 
@@ -79,15 +86,17 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     called, captured K and V equal the cache, and shifted positions prove the rotary embedding.
 
     Raises:
-        InputError: bad text or flags, or too few tokens.
+        InputError: bad text or flags, too few tokens, or a checkpoint that is not asked for or does not match.
+        CorruptArtifactError: a damaged checkpoint.
         UnsupportedError: the model's attention cannot be captured faithfully.
         ResourceError: the disk cannot hold the result.
     """
-    refuse_existing(request.out, request.force)
+    check_shard(request.shard)
     check_sources(request.data)
+    checkpoint = Checkpoint(request.out, request.checkpoint_every, reporter)
+    checkpoint.settle(resume=request.resume, force=request.force, dry_run=request.dry_run)
     loaded = open_model(request, reporter, longest=request.seq_len)
     corpus = open_corpus(request, loaded, reporter, seq_len=request.seq_len, num_tokens=request.num_tokens)
-    require_quantizable(loaded.geometry)
     warnings = list(corpus.warnings)
 
     def warn(line: str) -> None:
@@ -114,35 +123,49 @@ def collect(request: CollectRequest, reporter: Reporter = SILENT) -> CollectResu
     for digest, counted in plan.counted.items():
         if counted:
             selection.offer(digest, counted)
+    sequences = sharded(corpus.sequences, request.shard)
     header = describe(request, loaded, geometry, corpus, plan, tuple(warnings))
     if request.dry_run:
         return CollectResult(None, header, planned)
-    part = run(loaded, geometry, corpus, selection, plan, request.chunk, reporter)
-    reporter.stage("writing statistics")
-    header = header.model_copy(update={"sequences": part.sequences, "probe": part.probe, "tokens": part.tokens})
-    header = write_stats(request.out, header, part.moments, part.samples, force=request.force)
+    capture = Capture(loaded, geometry, selection, plan)
+    with claim(checkpoint.path):
+        earlier = checkpoint.open(header, hardware(loaded))
+        if earlier is not None:
+            capture.restore(earlier)
+        elif request.resume:
+            reporter.note("no checkpoint to resume from: collecting from the beginning")
+        with checkpoint.kept(capture):
+            part = run(capture, sequences, request.chunk, checkpoint, reporter)
+            reporter.stage("writing statistics")
+            header = header.model_copy(update={"sequences": part.sequences, "probe": part.probe, "tokens": part.tokens})
+            header = write_stats(request.out, header, part.moments, part.samples, force=request.force)
+        checkpoint.discard()
     return CollectResult(request.out, header, planned)
 
 
 def run(
-    loaded: LoadedModel,
-    geometry: ModelGeometry,
-    corpus: Corpus,
-    selection: RowSelection,
-    plan: ProbePlan,
-    chunk: int,
-    reporter: Reporter,
+    capture: Capture, sequences: Sequence[TokenSequence], chunk: int, checkpoint: Checkpoint, reporter: Reporter
 ) -> StatsPart:
-    """Forward every sequence through the capture and return the packed statistics."""
-    capture = Capture(loaded, geometry, selection, plan)
+    """Forward every sequence that is not done yet through the capture and return the packed statistics."""
     reporter.stage("collecting")
-    total = sum(len(sequence.tokens) for sequence in corpus.sequences)
-    done = 0
-    for sequence in corpus.sequences:
+    total = sum(len(sequence.tokens) for sequence in sequences)
+    waiting = [sequence for sequence in sequences if sequence.digest not in capture.done]
+    done = total - sum(len(sequence.tokens) for sequence in waiting)
+    if done:
+        reporter.note(f"resuming after {done} of {total} tokens")
+    for sequence in waiting:
         capture.run(sequence, chunk)
         done += len(sequence.tokens)
         reporter.advance(done, total, "tokens")
+        if checkpoint.due and done < total:
+            checkpoint.save(capture)
     return capture.result
+
+
+def hardware(loaded: LoadedModel) -> str:
+    """Return what computes the model: the same sums come out of the same hardware only."""
+    device = loaded.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def describe(
@@ -163,6 +186,9 @@ def describe(
         sequences=tuple(sorted(counted)),
         probe=plan.digests,
         probe_split=plan.split,
+        shard=None
+        if request.shard is None
+        else Shard(index=request.shard[0], count=request.shard[1], sequences=len(corpus.sequences)),
         tokens=sum(counted.values()),
         longest=longest_position(corpus, plan),
         rows=request.rows,

@@ -17,11 +17,11 @@ from kvcq.errors import InputError, UnsupportedError
 from kvcq.evaluation.warnings import centring_warnings
 from kvcq.methods.base import FitContext, Method
 from kvcq.pipeline.eligible import bf16_reason
+from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.recipes import apply_settings, load_recipe, resolve
 from kvcq.pipeline.requests import FitRequest
 from kvcq.pipeline.result import aligned
-from kvcq.pipeline.sources import refuse_existing
 from kvcq.pipeline.versions import versions
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.header import FitHeader, StatsHeader
@@ -71,15 +71,15 @@ class FitResult:
         return record
 
 
+@exclusive
 def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     """Fit a method to statistics and write a fit folder.
 
     Raises:
-        InputError: bad recipe, or a layer id to skip that the model does not have.
+        InputError: bad recipe, statistics of a single shard, or a layer id to skip that the model does not have.
         CorruptArtifactError: the statistics are damaged.
         UnsupportedError: a target context beyond the collected length on a layer without un-rotation.
     """
-    refuse_existing(request.out, request.force)
     fields: dict[str, Any] = load_recipe(request.recipe) if request.recipe else {}
     if request.method is not None:
         if request.method != fields.get("method"):
@@ -91,12 +91,27 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     recipe, method = resolve(fields, request.recipe or "--method")
     reporter.stage(f"reading statistics {request.stats.name}")
     stats = read_stats(request.stats)
+    refuse_shard(stats.header, request.stats)
     check_layers(recipe, stats.header)
     if request.dry_run:
         return FitResult(None, None, recipe)
     header, tensors = fit_layers(stats, recipe, method, reporter)
     header = write_fit(request.out, header, tensors, force=request.force)
     return FitResult(request.out, header, recipe)
+
+
+def refuse_shard(header: StatsHeader, where: Path) -> None:
+    """Refuse a part of a collection: it would be fitted as readily as the whole, and nobody would notice.
+
+    Raises:
+        InputError: names the shard and the verb that completes it.
+    """
+    if header.shard is not None:
+        raise InputError(
+            f"shard {header.shard} of a collection is not the whole of it",
+            where=where,
+            fix="run kvcq merge on all its shards and fit the result",
+        )
 
 
 def check_layers(recipe: Recipe, header: StatsHeader) -> None:

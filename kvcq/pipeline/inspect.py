@@ -88,6 +88,7 @@ def _stats(header: StatsHeader) -> list[tuple[str, str]]:
         ("text", f"{', '.join(header.data.sources)}; {header.data.packing} packing, template {header.data.template}"),
         ("tokens", f"{header.tokens} in {len(header.sequences)} sequences of up to {header.longest}"),
         ("probe", f"{len(header.probe)} sequences"),
+        *([("shard", f"{header.shard} of {header.shard.sequences} sequences")] if header.shard else []),
         ("rows", f"{header.rows} keys and values, {header.query_rows} queries, {header.dtype}, seed {header.seed}"),
         ("layers", f"{len(header.geometry.quantizable())} of {len(header.geometry.layers)}"),
         *((f"layer {layer}", reason) for layer, reason in header.skipped.items()),

@@ -10,6 +10,7 @@ from kvcq.artifacts.bundle import draft_manifest, write_bundle
 from kvcq.artifacts.fit_file import FitArtifact, read_fit
 from kvcq.artifacts.report_file import read_report
 from kvcq.errors import InputError
+from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import PackRequest
 from kvcq.pipeline.result import aligned
@@ -47,6 +48,7 @@ class PackResult:
         }
 
 
+@exclusive
 def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
     """Seal a bundle; the same fit and report give the same bytes.
 

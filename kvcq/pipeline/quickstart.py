@@ -101,6 +101,7 @@ def quickstart(request: QuickstartRequest, reporter: Reporter = SILENT) -> Quick
             num_tokens=TOKENS,
             seq_len=CONTEXT,
             rows=ROWS,
+            checkpoint_every=None,
             force=request.force,
         ),
         reporter,

@@ -61,6 +61,10 @@ class CollectRequest(ModelRequest):
         seed: Seed of the row sample.
         packing: ``on``: texts share sequences and attend to each other; ``isolate``: share but do not attend;
             ``off``: one text a sequence.
+        shard: ``(I, N)``: run only the sequences whose place in the whole list is I modulo N; `merge` joins shards.
+        resume: Continue from the checkpoint of an interrupted run of the same request.
+        checkpoint_every: Seconds between checkpoints, 0 for one after each sequence, None for none.
+        force: Replace an existing output, and discard a checkpoint unless `resume` is set.
     """
 
     data: tuple[str, ...]
@@ -75,6 +79,24 @@ class CollectRequest(ModelRequest):
     query_rows: int = 1024
     seed: int = 0
     packing: Packing = "on"
+    shard: tuple[int, int] | None = None
+    resume: bool = False
+    checkpoint_every: float | None = 300.0
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRequest:
+    """Join the shards of one collection into the statistics that a single run would have written.
+
+    Attributes:
+        stats: Folders written by collect with a shard, all of them, in any order.
+        out: Folder to write, ``stats/``.
+    """
+
+    stats: tuple[Path, ...]
+    out: Path
     force: bool = False
     dry_run: bool = False
 

@@ -79,13 +79,3 @@ def read_text(path: Path | None, flag: str) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}", where=flag, fix="name a readable UTF-8 file") from None
-
-
-def refuse_existing(path: Path, force: bool) -> None:
-    """Refuse an output that exists before hours of work, not after them.
-
-    Raises:
-        InputError: it exists and `force` is off.
-    """
-    if path.exists() and not force:
-        raise InputError("the output exists", where=path, fix="choose another --out, or --force to replace it")

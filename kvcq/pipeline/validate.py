@@ -20,9 +20,10 @@ from kvcq.evaluation.gates import apply_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
 from kvcq.evaluation.warnings import centring_warnings, collapse_warnings, context_warnings
 from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
+from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
-from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
+from kvcq.pipeline.sources import open_corpus, open_model
 from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_model, open_subjects
 from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
@@ -60,6 +61,7 @@ class ValidateResult:
         return {"path": str(self.path) if self.path else None, "report": self.report.plain()}
 
 
+@exclusive
 def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateResult:
     """Measure attention fidelity by context, record canary and fold decisions, apply gates, write the report.
 
@@ -69,7 +71,6 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
         EvaluationError: a measurement is not finite.
     """
     started = time.monotonic()
-    refuse_existing(request.out, request.force)
     check_sources(request.data)
     gates = load_gates(request.gates) if request.gates else ()
     subjects = open_subjects(request.artifacts)

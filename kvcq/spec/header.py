@@ -26,12 +26,28 @@ class DataSource(SpecModel):
     got_tokens: int
 
 
+class Shard(SpecModel):
+    """Which part of a collection: the sequences whose place in the whole list is `index` modulo `count`.
+
+    `sequences` is the length of the whole list, by which merge knows that nothing is missing.
+    """
+
+    index: int = Field(ge=0)
+    count: int = Field(ge=1)
+    sequences: int = Field(ge=0)
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
 class StatsHeader(SpecModel):
     """``stats.json``: what was measured, on what, and how.
 
     `sequences` and `probe` hold digests of token ids (unsalted: stats are as private as the text).
     `tokens` counts the tokens behind the moments (the probe is excluded); `longest` is the longest sequence.
     `rows` and `query_rows` are the budgets asked for; fewer are stored when there are fewer tokens.
+    `shard` is set while other shards of the collection are still to be merged: `sequences`, `probe` and `tokens` are
+    then those of the shard, everything else is that of the whole collection.
     `files` and `digest` (SHA-256 of the canonical header without that field) are filled in by the writer.
     """
 
@@ -44,6 +60,7 @@ class StatsHeader(SpecModel):
     sequences: tuple[str, ...]
     probe: tuple[str, ...]
     probe_split: bool = False
+    shard: Shard | None = None
     tokens: int = Field(ge=0)
     longest: int = Field(ge=0)
     rows: int = Field(ge=0)

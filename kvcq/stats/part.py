@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,8 +49,10 @@ def pack_stats(layers: Sequence[LayerSums], rows: RowStore) -> StatsPart:
     return StatsPart(sequences, probe, _pack_moments(layers), samples)
 
 
-def merge_parts(geometry: ModelGeometry, parts: Sequence[StatsPart], rows: int, query_rows: int) -> StatsPart:
+def merge_parts(geometry: ModelGeometry, parts: Iterable[StatsPart], rows: int, query_rows: int) -> StatsPart:
     """Merge parts of one collection: bit-equal to one run over all their sequences, in any order.
+
+    Moments are added part by part and dropped, so that a lazy `parts` needs the memory of one.
 
     Args:
         geometry: The model of all parts.
@@ -61,23 +63,22 @@ def merge_parts(geometry: ModelGeometry, parts: Sequence[StatsPart], rows: int, 
     Raises:
         InputError: two parts share a sequence, arrays do not fit, or probes of one sequence differ.
     """
+    layers = geometry.quantizable()
+    merged = [LayerSums(layer, geometry.rope_of(layer)) for layer in layers]
     seen: set[str] = set()
+    kept: list[StatsPart] = []
     for part in parts:
         if shared := seen.intersection(part.sequences):
             raise InputError(
                 "the same sequence is in two statistics", where=min(shared)[:12], fix="merge each shard once"
             )
         seen.update(part.sequences)
-    layers = geometry.quantizable()
-    merged = []
-    for layer in layers:
-        sums = LayerSums(layer, geometry.rope_of(layer))
-        for part in parts:
-            sums.merge(_layer_sums(geometry, layer, part.moments))
-        merged.append(sums)
+        for sums in merged:
+            sums.merge(layer_sums(geometry, sums.geometry, part.moments))
+        kept.append(replace(part, moments={}))
     sequences = sorted(seen)
-    samples = _merge_rows(layers, parts, sequences, rows, query_rows)
-    probe = _merge_probes(parts, samples)
+    samples = _merge_rows(layers, kept, sequences, rows, query_rows)
+    probe = _merge_probes(kept, samples)
     return StatsPart(tuple(sequences), probe, _pack_moments(merged), samples)
 
 
@@ -98,7 +99,7 @@ def layer_stats(
     geometry = next((one for one in header.geometry.quantizable() if one.layer == layer), None)
     if geometry is None:
         raise InputError("no statistics of this layer", where=f"layer {layer}")
-    sums = _layer_sums(header.geometry, geometry, moments)
+    sums = layer_sums(header.geometry, geometry, moments)
     if sums.tokens == 0:
         raise InputError("statistics of no token", where=f"layer {layer}")
     means: dict[str, Tensor] = {}
@@ -129,7 +130,12 @@ def _pack_moments(layers: Iterable[LayerSums]) -> dict[str, np.ndarray]:
     }
 
 
-def _layer_sums(geometry: ModelGeometry, layer: LayerGeometry, moments: Mapping[str, Array]) -> LayerSums:
+def layer_sums(geometry: ModelGeometry, layer: LayerGeometry, moments: Mapping[str, Array]) -> LayerSums:
+    """Rebuild the sums of one layer from the arrays of a part.
+
+    Raises:
+        InputError: an array is missing, unknown or misshapen.
+    """
     prefix = f"layers.{layer.layer}."
     own = {name.removeprefix(prefix): array for name, array in moments.items() if name.startswith(prefix)}
     return LayerSums.from_arrays(layer, geometry.rope_of(layer), own)

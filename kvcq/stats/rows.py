@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvcq.errors import InputError
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.stats.probe import ProbePlan, probe_queries
 from kvcq.stats.sampling import RowSelection
@@ -55,14 +58,7 @@ class RowStore:
         """
         sequences = tuple(sorted(d for d in self.done if self.plan.counted.get(d, 0) > 0))
         probe = tuple(digest for digest in self.plan.digests if digest in self.done)
-        numbers = {digest: i for i, digest in enumerate(sequences)}
-        owner = np.full(len(self.selection), -1, dtype=np.int32)
-        index = np.zeros(len(self.selection), dtype=np.int32)
-        for digest in sequences:
-            tokens, place = self.selection.rows_of(digest)
-            owner[place], index[place] = numbers[digest], tokens
-        keep = torch.from_numpy(np.flatnonzero(owner >= 0))
-        keep_queries = keep[keep < self.selection.query_rows]
+        owner, index, keep, keep_queries = self._places(sequences)
         tensors = {
             "rows.positions": self._positions[keep],
             "rows.hashes": torch.from_numpy(self.selection.hashes.view(np.int64).copy())[keep],
@@ -83,6 +79,46 @@ class RowStore:
                 for name in "kvq":
                     tensors[f"probe.{i}.layers.{layer.layer}.{name}"] = self._rows[_probe(digest, layer, name)]
         return sequences, probe, tensors
+
+    def restore(
+        self,
+        sequences: Sequence[str],
+        probe: Sequence[str],
+        layers: Sequence[LayerGeometry],
+        tensors: dict[str, Tensor],
+    ) -> None:
+        """Take back what `pack` returned, into an empty store of the same selection and plan.
+
+        Raises:
+            InputError: the rows are not those that this selection keeps of these sequences.
+        """
+        _, _, keep, keep_queries = self._places(sequences)
+        if not torch.equal(tensors["rows.hashes"], torch.from_numpy(self.selection.hashes.view(np.int64).copy())[keep]):
+            raise InputError("the stored rows are of another selection", where="rows.hashes")
+        self._positions[keep] = tensors["rows.positions"]
+        for layer in layers:
+            for name in "kvq":
+                key = f"layers.{layer.layer}.rows.{name}"
+                stored, kept = tensors[key], keep_queries if name == "q" else keep
+                if len(kept):
+                    size = self.selection.query_rows if name == "q" else len(self.selection)
+                    self._buffer(key, stored, size)[:, kept] = stored
+        for i, digest in enumerate(probe):
+            self._probe_positions[digest] = tensors[f"probe.{i}.positions"]
+            for layer in layers:
+                for name in "kvq":
+                    self._rows[_probe(digest, layer, name)] = tensors[f"probe.{i}.layers.{layer.layer}.{name}"]
+        self.done.update(sequences, probe)
+
+    def _places(self, sequences: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
+        """Return owner and token index of each place of the selection, and the places kept for k, v and for q."""
+        owner = np.full(len(self.selection), -1, dtype=np.int32)
+        index = np.zeros(len(self.selection), dtype=np.int32)
+        for number, digest in enumerate(sequences):
+            tokens, place = self.selection.rows_of(digest)
+            owner[place], index[place] = number, tokens
+        keep = torch.from_numpy(np.flatnonzero(owner >= 0))
+        return owner, index, keep, keep[keep < self.selection.query_rows]
 
     def _keep_rows(
         self, geometry: LayerGeometry, index: np.ndarray, place: np.ndarray, positions: Tensor, rows: dict[str, Tensor]

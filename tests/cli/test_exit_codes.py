@@ -13,6 +13,7 @@ import pytest
 
 from kvcq.artifacts.store import Staging
 from kvcq.cli.main import execute
+from kvcq.errors import Interrupted
 from kvcq.methods import registry
 from kvcq.pipeline import collect as collect_module
 from tests.attacks.hostile import edit_header
@@ -20,7 +21,7 @@ from tests.chain import World
 from tests.tiny import save_tiny
 
 Run = Callable[..., tuple[int, str, str]]
-VERBS = ("quickstart", "collect", "fit", "validate", "pack", "inspect", "verify", "diff", "methods", "env")
+VERBS = ("quickstart", "collect", "merge", "fit", "validate", "pack", "inspect", "verify", "diff", "methods", "env")
 
 
 @pytest.fixture
@@ -357,11 +358,9 @@ def test_paths_of_200_characters_stay_on_one_line(tmp_path: Path, refused: Calla
 def test_interruptions_end_with_130_and_143(
     world: World, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcq.cli.main import Terminated
+    for error, code in ((KeyboardInterrupt(), 130), (Interrupted(2), 130), (Interrupted(15), 143)):
 
-    for error, code in ((KeyboardInterrupt, 130), (Terminated, 143)):
-
-        def stop(*_: object, error: type[BaseException] = error, **__: object) -> None:
+        def stop(*_: object, error: BaseException = error, **__: object) -> None:
             raise error
 
         monkeypatch.setattr(collect_module, "run", stop)

@@ -19,7 +19,7 @@ from kvcq.codecs.uniform import decode_uniform, encode_uniform
 from kvcq.evaluation.gates import METRICS
 from kvcq.methods import registry
 from kvcq.runtime.layout import page_bytes, token_bytes
-from kvcq.spec import geometry, header, identity, manifest, report
+from kvcq.spec import checkpoint, geometry, header, identity, manifest, report
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.files import FileEntry, TensorEntry
 from kvcq.spec.plan import LayerPlan, Windows
@@ -157,9 +157,9 @@ def test_bytes_per_token_equal_the_arithmetic():
 RECORDS = (
     FileEntry, TensorEntry, identity.Identity, identity.WeightFile, identity.Provenance, geometry.RopeSpec,
     geometry.LayerGeometry, geometry.ModelGeometry, header.DataSource, Recipe, Windows, LayerPlan, CodecSpec,
-    header.StatsHeader, header.FitHeader, report.AttentionMetrics, report.ContextReport, report.LayerReport,
-    report.BitsEntry, report.FoldDecision, report.CanarySummary, report.ArtifactReport, report.GateResult,
-    report.Report, manifest.ValidationSummary, manifest.Manifest,
+    header.Shard, header.StatsHeader, checkpoint.CheckpointHeader, header.FitHeader, report.AttentionMetrics,
+    report.ContextReport, report.LayerReport, report.BitsEntry, report.FoldDecision, report.CanarySummary,
+    report.ArtifactReport, report.GateResult, report.Report, manifest.ValidationSummary, manifest.Manifest,
 )  # fmt: skip
 
 
