@@ -79,7 +79,7 @@ def test_canary_is_bound_to_the_untouched_model(typed: World, tmp_path: Path) ->
 
 def test_a_model_without_an_eligible_layer_is_refused(world: World, tmp_path: Path) -> None:
     save_tiny(tmp_path / "mistral", "mistral")
-    with pytest.raises(UnsupportedError, match=r"all are sliding.*mistral"):
+    with pytest.raises(UnsupportedError, match=r"all layers are sliding.*mistral"):
         world.collect(tmp_path / "stats", model=str(tmp_path / "mistral"))
     assert not (tmp_path / "stats").exists()
 
