@@ -140,8 +140,8 @@ def test_an_error_is_one_plain_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"])
 def test_a_signal_during_collect_leaves_nothing(world: World, tmp_path: Path, number: int, code: int) -> None:
-    """The signal arrives while sequences are running: chunks of one token make the run long."""
-    words = small_collect(world, tmp_path / "out" / "stats", "--chunk", "1")
+    """The signal arrives in the first sequence: chunks of one token make it long. Later ones leave a checkpoint."""
+    words = small_collect(world, tmp_path / "out" / "stats", "--chunk", "1", "--seq-len", "512", "--num-tokens", "2k")
     process = subprocess.Popen(
         [sys.executable, *KVCQ, *words],
         stdout=subprocess.PIPE,
