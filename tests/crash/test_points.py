@@ -12,7 +12,7 @@ from kvcq.artifacts.verify import verify
 from tests.crash.faults import KILLED, Faults, die, failing
 from tests.crash.verbs import Bench, points_of, refused, sealed
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs fork")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="needs fork")]
 VERBS = ("collect", "merge", "fit", "validate", "pack", "archive")
 References = dict[str, dict[str, str]]
 

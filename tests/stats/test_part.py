@@ -9,6 +9,7 @@ from kvcq.spec.header import DataSource, StatsHeader
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.stats.part import layer_stats, merge_parts
 from kvcq.stats.rotary import rotate
+from kvcq.stats.rows import RowStore
 from tests.stats.examples import choose, collect, digest, equal_parts, layer, model, rope, tensors
 
 NUMBERS = range(7)
@@ -160,3 +161,14 @@ def test_incomplete_files_and_unknown_layers_are_refused():
     zero = {name: np.zeros_like(array) for name, array in WHOLE.moments.items()}
     with pytest.raises(InputError, match="no token"):
         layer_stats(header, zero, WHOLE.samples, 0)
+
+
+def test_rows_return_to_a_store_of_the_same_selection_only():
+    part = collect(GEOMETRY, NUMBERS, LENGTHS, *choose(NUMBERS, LENGTHS))
+    layers = list(GEOMETRY.quantizable())
+    store = RowStore(*choose(NUMBERS, LENGTHS))
+    store.restore(part.sequences, part.probe, layers, part.samples)
+    sequences, probe, samples = store.pack(layers)
+    assert equal_parts(part, replace(part, sequences=sequences, probe=probe, samples=samples))
+    with pytest.raises(InputError, match="another selection"):
+        RowStore(*choose(NUMBERS, LENGTHS, seed=4)).restore(part.sequences, part.probe, layers, part.samples)
