@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcq.errors import InputError
+from kvcq.errors import InputError, shown
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.plan import Windows
 
@@ -104,7 +104,7 @@ def _checked(method: str, item: dataclasses.Field[Any], value: Any) -> Any:
         fits = rules["low"] <= value <= rules["high"]
     if not fits:
         raise InputError(
-            f"{item.name}={value!r} is not allowed", where=f"method {method}", fix=f"use {allowed_values(item)}"
+            f"{item.name}={shown(value)} is not allowed", where=f"method {method}", fix=f"use {allowed_values(item)}"
         )
     return value
 

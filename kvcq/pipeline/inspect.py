@@ -11,6 +11,7 @@ from kvcq.artifacts import verify as checks
 from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
+from kvcq.errors import visible
 from kvcq.pipeline.result import Answer, aligned
 from kvcq.spec.header import FitHeader, StatsHeader
 from kvcq.spec.manifest import Manifest
@@ -59,7 +60,7 @@ def inspect(path: Path) -> Answer:
 def diff(a: Path, b: Path) -> Answer:
     """List what differs between two artifacts, field by field and tensor by tensor."""
     found = differences.diff(a, b)
-    lines = [f"{d.field}: {_short(d.left)} -> {_short(d.right)}{_error(d.error)}" for d in found]
+    lines = [visible(f"{d.field}: {_short(d.left)} -> {_short(d.right)}{_error(d.error)}") for d in found]
     record = [{"field": d.field, "left": d.left, "right": d.right, "max_difference": d.error} for d in found]
     return Answer(tuple(lines or ["no difference"]), {"equal": not found, "differences": record})
 

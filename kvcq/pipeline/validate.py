@@ -24,7 +24,7 @@ from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_p
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.sources import open_corpus, open_model, refuse_existing
-from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_model, open_subjects
+from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_frame, check_model, open_subjects
 from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
 from kvcq.runtime.layout import bits_per_element, constants_bytes, kv_bytes_per_token
@@ -66,7 +66,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
 
     Raises:
         InputError: contexts shorter than the windows, too little text, bad gates.
-        MismatchError: an artifact of another model.
+        MismatchError: an artifact of another model, or in another frame.
         EvaluationError: a measurement is not finite.
     """
     started = time.monotonic()
@@ -96,6 +96,8 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     geometry = self_check(
         loaded, torch.from_numpy(passages[0].tokens[:CHECK_TOKENS].astype("int64")), warn=reporter.warn
     )
+    for subject in subjects:
+        check_frame(subject, geometry)
     if request.dry_run:
         return ValidateResult(None, _report(request, loaded, corpus, (), []))
 

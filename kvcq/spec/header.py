@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcq.spec.base import SpecModel
+from kvcq.spec.base import NumberKey, SpecModel
 from kvcq.spec.files import FileEntry, Sha256, TensorEntry
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
@@ -51,7 +51,7 @@ class StatsHeader(SpecModel):
     seed: int
     dtype: str
     chunk: int
-    skipped: dict[str, str]
+    skipped: dict[NumberKey, str]
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     files: tuple[FileEntry, ...] = ()
