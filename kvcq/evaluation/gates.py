@@ -117,7 +117,7 @@ def _gate(entry: object, where: str) -> Gate:
         return Gate.model_validate(entry)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])[:SHOWN]
         raise InputError(
             f"{field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}", where=where
         ) from None

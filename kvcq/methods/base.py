@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcq.errors import InputError, shown
 from kvcq.spec.codec import CodecSpec
+from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
 if TYPE_CHECKING:
@@ -86,6 +87,14 @@ class Method(ABC):
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _checked(self.name, item, getattr(self, item.name)))
+
+    def check(self, layer: LayerGeometry) -> None:
+        """Refuse a layer that these parameters cannot code, by its geometry alone: fit asks before any work.
+
+        Raises:
+            InputError: names the layer and what is allowed.
+        """
+        return
 
     @abstractmethod
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:

@@ -84,8 +84,17 @@ def _stats(header: StatsHeader) -> list[tuple[str, str]]:
 
 
 def _fit(header: FitHeader) -> list[tuple[str, str]]:
-    rows = [*_fitted(header), ("statistics", header.stats_digest), ("digest", header.digest)]
+    rows = [*_fitted(header), *_notes(header), ("statistics", header.stats_digest), ("digest", header.digest)]
     return rows + [("warning", line) for line in header.warnings]
+
+
+def _notes(header: FitHeader) -> list[tuple[str, str]]:
+    """Return one row a layer with what fit measured of it, e.g. ``mean_ratio 0.31, rank 64 64 64 64``."""
+    layers: dict[int, list[str]] = {}
+    for key, values in sorted(header.notes.items()):
+        _, layer, name = key.split(".", 2)
+        layers.setdefault(int(layer), []).append(f"{name} {' '.join(f'{value:.3g}' for value in values)}")
+    return [(f"layer {layer}", ", ".join(layers[layer])) for layer in sorted(layers)]
 
 
 def _bundle(manifest: Manifest) -> list[tuple[str, str]]:

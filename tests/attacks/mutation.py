@@ -6,6 +6,7 @@ repeated keys, numbers of a thousand digits, NaN, half surrogates, a hundred tho
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -76,7 +77,7 @@ def _other_type(value: Any) -> Any:
 @st.composite
 def edits(draw: st.DrawFn, document: Any) -> Any:
     """Draw a document with one to three edits; the original is left alone."""
-    document = json.loads(json.dumps(document))
+    document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         known = places(document)
         if not known:
@@ -85,22 +86,22 @@ def edits(draw: st.DrawFn, document: Any) -> Any:
         holder, key = _parent(document, path), path[-1]
         action = draw(st.sampled_from(("replace", "replace", "nudge", "delete", "repeat", "retype", "copy", "rename")))
         if action == "replace":
-            holder[key] = draw(values)
+            holder[key] = copy.deepcopy(draw(values))
         elif action == "nudge" and type(holder[key]) in (int, float):
             holder[key] = draw(st.sampled_from((holder[key] + 1, -holder[key], holder[key] * 2, holder[key] / 2)))
         elif action == "delete":
             del holder[key]
         elif action == "repeat":
             if isinstance(holder, list):
-                holder.insert(key, holder[key])
+                holder.insert(key, copy.deepcopy(holder[key]))
             else:
-                holder[RAW + render(key)] = holder[key]
+                holder[RAW + render(key)] = copy.deepcopy(holder[key])
         elif action == "retype":
             holder[key] = _other_type(holder[key])
         elif action == "copy":
             other = draw(st.sampled_from(known))
             source = _parent(document, other)
-            holder[key] = json.loads(json.dumps(source[other[-1]])) if _has(source, other[-1]) else None
+            holder[key] = copy.deepcopy(source[other[-1]]) if _has(source, other[-1]) else None
         elif action == "rename" and isinstance(holder, dict):
             holder[draw(st.sampled_from(HOSTILE_TEXT))] = holder.pop(key)
     return document
