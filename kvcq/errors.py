@@ -8,6 +8,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+SHOWN = 60
+
+
+def visible(text: str) -> str:
+    """Make foreign text one line that is safe to print: what would steer a terminal becomes a visible escape."""
+    flat = " ".join(text.split())
+    if flat.isprintable():
+        return flat
+    # Not printable: terminal escapes, direction overrides, half surrogates that no stream can encode, unassigned.
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in flat)
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a foreign value, cut to 60 characters: an error is a line, not a copy of the input."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
 
 class KvcqError(Exception):
     """Base of all errors that kvcq raises on purpose.
@@ -32,7 +49,7 @@ class KvcqError(Exception):
             line += f" ({self.where})"
         if self.fix:
             line += f": {self.fix}"
-        return " ".join(line.split())
+        return visible(line)
 
 
 class Interrupted(BaseException):

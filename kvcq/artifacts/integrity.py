@@ -1,7 +1,8 @@
 """The files of an artifact: listed without following links, capped, and hashed as they are loaded.
 
-A file is opened once. What is hashed is what is parsed: a private copy in memory, or for files beyond
-`COPY_LIMIT` (statistics of large models) a private mapping of the same descriptor.
+A file is opened once. What is hashed is what is parsed: a private copy in memory, which nothing on disk can change
+afterwards. Statistics beyond `COPY_LIMIT` are mapped from the same descriptor instead: they are read once and never
+served.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from kvcq.artifacts.archive import archive_members
 from kvcq.artifacts.claim import restore
 from kvcq.artifacts.disk import disk_errors
 from kvcq.artifacts.kinds import AGAIN, MIB, size_cap
-from kvcq.errors import CorruptArtifactError, InputError
+from kvcq.errors import CorruptArtifactError, InputError, ResourceError
 from kvcq.spec.files import FileEntry
 
 COPY_LIMIT = 256 * MIB
+MAPPED = frozenset({"moments.safetensors", "samples.safetensors"})
 MAX_FILES = 1024
 ARCHIVE_CAP = 65536 * MIB
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -134,8 +136,11 @@ def refuse_lfs_pointer(data: memoryview, path: Path) -> None:
 
 
 def _content(descriptor: int, size: int, path: Path) -> memoryview:
-    if size > COPY_LIMIT:
+    if size > COPY_LIMIT and path.name in MAPPED:
         return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
+    if size > COPY_LIMIT and size > free_memory():
+        need = f"it takes {size // MIB} MiB of memory and {free_memory() // MIB} MiB are free"
+        raise ResourceError(need, where=path, fix="use a machine with more memory")
     data = bytearray(size)
     view = memoryview(data)
     done = 0
@@ -145,6 +150,16 @@ def _content(descriptor: int, size: int, path: Path) -> memoryview:
             raise CorruptArtifactError("the file shrank while it was read", where=path, fix=AGAIN)
         done += count
     return view
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that can be had without swapping, as far as the system tells."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return int(fields.get("MemAvailable", fields.get("MemFree", "0")).split()[0]) << 10
 
 
 def _folder(path: Path) -> Files:

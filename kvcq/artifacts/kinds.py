@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvcq.errors import CorruptArtifactError, InputError
+from kvcq.spec import canonical
 
 Kind = Literal["stats", "fit", "report", "bundle"]
 
@@ -27,7 +28,7 @@ CHECKPOINT = "checkpoint.json"
 # A file that only one kind has: without the manifest next to it the artifact is incomplete.
 TELLTALES = {"kvcq.safetensors": "bundle", "moments.safetensors": "stats", "tensors.safetensors": "fit"}
 
-SIZE_CAPS = {".json": 64 * MIB, ".md": 4 * MIB, ".html": 64 * MIB, ".safetensors": 65536 * MIB}
+SIZE_CAPS = {".json": canonical.MAX_BYTES, ".md": 4 * MIB, ".html": 64 * MIB, ".safetensors": 65536 * MIB}
 
 AGAIN = "copy or download it again, or run the step that wrote it again"
 

@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from kvcq.artifacts.kinds import MIB
 from kvcq.spec import canonical
 from kvcq.spec.files import TensorEntry
 
-MAX_HEADER = 64 * MIB
+MAX_HEADER = canonical.MAX_BYTES
 MAX_DIMS = 8
 
 # safetensors name -> (bytes, numpy name or None, torch name), in the library's order: the last is written first.

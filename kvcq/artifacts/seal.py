@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from kvcq.artifacts.kinds import AGAIN
-from kvcq.errors import CorruptArtifactError, MismatchError
+from kvcq.errors import CorruptArtifactError, InputError, MismatchError
 from kvcq.spec import canonical
 from kvcq.version import __version__
 
@@ -22,8 +22,17 @@ def seal(record: Record) -> Record:
 
 
 def encode(record: BaseModel) -> bytes:
-    """Return the canonical JSON of a sealed record."""
-    return canonical.dumps(record.model_dump(mode="json"))
+    """Return the canonical JSON of a sealed record.
+
+    Raises:
+        InputError: beyond what a reader accepts, e.g. half a million sequences.
+    """
+    data = canonical.dumps(record.model_dump(mode="json"))
+    try:
+        canonical.check_limits(data)
+    except ValueError as error:
+        raise InputError(f"the header is too large: {error}", fix="use fewer sequences or artifacts at once") from None
+    return data
 
 
 def decode(data: memoryview | bytes, record: type[Record], where: str) -> Record:
@@ -55,10 +64,19 @@ def decode(data: memoryview | bytes, record: type[Record], where: str) -> Record
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "header"
-        raise CorruptArtifactError(f"{ascii(field)[1:-1]}: {first['msg']}", where=where, fix=AGAIN) from error
-    if encode(parsed) != bytes(data):
+        what = first["msg"].removeprefix("Value error, ")[:200]
+        raise CorruptArtifactError(f"{ascii(field)[1:-1][:80]}: {what}", where=where, fix=AGAIN) from error
+    if _again(parsed) != bytes(data):
         raise CorruptArtifactError("a field is left out or has another type", where=where, fix=AGAIN)
     return parsed
+
+
+def _again(parsed: BaseModel) -> bytes | None:
+    """Return the canonical form of what was understood, or None if it has none: 1e16 is read as a whole number."""
+    try:
+        return canonical.dumps(parsed.model_dump(mode="json"))
+    except ValueError:
+        return None
 
 
 def _version_note(plain: dict[str, Any], wanted: tuple[str, int]) -> str:

@@ -16,6 +16,7 @@ from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan
 
 ORTHOGONALITY = 1e-4
+FP16_MAX = 65504.0
 
 # |A'S| of the rounded factors differs from the identity by at most this share of |A|'|S|: float32 has 24 bits.
 ROUNDING = 2.0**-22
@@ -55,7 +56,8 @@ def check_values(plan: Sequence[LayerPlan], tensors: Mapping[str, np.ndarray], w
 
     Raises:
         CorruptArtifactError: NaN or infinity, a rotation off by 1e-4, a metric transform whose query side is not
-            its inverse transpose, a scale that is not positive, or a codebook unlike its float16 centroids.
+            its inverse transpose, a map or offset beyond fp16, a scale that is not positive, a codebook of equal
+            words or unlike its float16 centroids.
     """
     check_finite(tensors, where)
     for layer in plan:
@@ -67,6 +69,10 @@ def check_values(plan: Sequence[LayerPlan], tensors: Mapping[str, np.ndarray], w
                 forward = tensors[prefix + "transform"]
                 dual = tensors[prefix + "query"] if spec.transform == "metric" else forward
                 _check_inverse(forward, dual, prefix + "transform", where)
+            for role in ("transform", "offset"):
+                _check_range(tensors, prefix + role, where)
+            if spec.codebook is not None:
+                _check_words(tensors[prefix + "codebook"], prefix, where)
             if spec.codebook == "int8":
                 _check_codebook(tensors, prefix, where)
 
@@ -94,13 +100,21 @@ def _check_inverse(forward: np.ndarray, dual: np.ndarray, name: str, where: str)
             raise CorruptArtifactError(f"tensor {name} {what}: off by {error.max():.2g}", where=where)
 
 
+def _check_range(tensors: Mapping[str, np.ndarray], name: str, where: str) -> None:
+    if name in tensors and np.abs(tensors[name]).max(initial=0.0) > FP16_MAX:
+        raise CorruptArtifactError(f"tensor {name} has values beyond {FP16_MAX:g}, unfit for any row", where=where)
+
+
+def _check_words(words: np.ndarray, prefix: str, where: str) -> None:
+    if ((words == words[..., :1, :]).all((-1, -2)) & words.any((-1, -2))).any():
+        raise CorruptArtifactError(f"tensor {prefix}codebook has a group whose words are all equal", where=where)
+
+
 def _check_codebook(tensors: Mapping[str, np.ndarray], prefix: str, where: str) -> None:
     words, scale = tensors[prefix + "codebook"], tensors[prefix + "codebook_scale"][..., None, None]
     raw = tensors[prefix + "codebook_fp16"].astype(np.float32)
     if not (scale > 0).all():
         raise CorruptArtifactError(f"tensor {prefix}codebook_scale has a scale that is not positive", where=where)
-    if ((words == words[..., :1, :]).all((-1, -2)) & words.any((-1, -2))).any():
-        raise CorruptArtifactError(f"tensor {prefix}codebook has a group whose words are all equal", where=where)
     # Snapping moves a word by half a step, float16 by 2^-11 of it (2^-25 for its subnormals).
     allowed = 0.51 * scale + 2.0**-10 * np.abs(raw) + 2.0**-24
     if (np.abs(words * scale - raw) > allowed).any():

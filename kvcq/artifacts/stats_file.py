@@ -13,6 +13,7 @@ from kvcq.artifacts.integrity import Files, open_files
 from kvcq.artifacts.kinds import MANIFESTS
 from kvcq.artifacts.seal import decode, encode, seal
 from kvcq.artifacts.semantics import check_finite
+from kvcq.artifacts.stats_semantics import check_stats
 from kvcq.artifacts.store import Staging
 from kvcq.artifacts.tensor_file import TensorFile, parse_tensors
 from kvcq.artifacts.tensors import Array, write_tensors
@@ -91,20 +92,10 @@ def load_stats(files: Files) -> StatsArtifact:
     data = files.load_checked(header.files, unsealed=frozenset({MANIFEST}))
     moments = parse_tensors(data[MOMENTS], str(files.path / MOMENTS))
     samples = parse_tensors(data[SAMPLES], str(files.path / SAMPLES))
-    layers = {layer.layer for layer in header.geometry.layers}
+    check_stats(header, moments, samples, where)
     for file, name in ((moments, MOMENTS), (samples, SAMPLES)):
-        _check_layers(file, layers, str(files.path / name))
         for tensor in file.entries:
             # A shard that holds nothing but the probe has no extrema yet.
             if header.tokens or not tensor.endswith(("_min", "_max")):
                 check_finite({tensor: file.as_numpy(tensor)}, str(files.path / name))
     return StatsArtifact(header, moments.arrays(), samples)
-
-
-def _check_layers(file: TensorFile, layers: set[int], where: str) -> None:
-    for name in file.entries:
-        parts = name.split(".")
-        if "layers" in parts[:-1]:
-            layer = parts[parts.index("layers") + 1]
-            if not layer.isdecimal() or int(layer) not in layers:
-                raise CorruptArtifactError(f"tensor {name} belongs to no layer of the model", where=where)

@@ -13,6 +13,7 @@ from kvcq.artifacts.integrity import load_file, refuse_lfs_pointer
 from kvcq.artifacts.kinds import AGAIN, size_cap
 from kvcq.artifacts.layout import DTYPES, MAX_HEADER, file_header, file_order, index_digest, nbytes, parse_entries
 from kvcq.errors import CorruptArtifactError
+from kvcq.spec import canonical
 from kvcq.spec.files import TensorEntry
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def parse_tensors(data: memoryview, where: str) -> TensorFile:
         raise CorruptArtifactError("truncated or not a safetensors file", where=where, fix=AGAIN)
     header = bytes(data[: 8 + size])
     try:
+        canonical.check_limits(header[8:])
         entries = parse_entries(json.loads(header[8:].decode("utf-8")))
         same = file_header(file_order(entries)) == header
     except (ValueError, TypeError, KeyError, RecursionError) as error:

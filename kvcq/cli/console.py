@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvcq.errors import visible
+
 if TYPE_CHECKING:
     from kvcq.spec.report import Report
 
@@ -121,7 +123,7 @@ class Console:
         self._write(sys.stdout, footer)
 
     def _line(self, text: str) -> None:
-        text = " ".join(text.split())
+        text = visible(text)
         if self._verbose:
             text = f"[{time.monotonic() - self._start:7.1f} s] {text}"
         if self._live is not None:

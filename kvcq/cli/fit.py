@@ -20,6 +20,7 @@ def command(
         list[str] | None,
         typer.Option("--set", help="key=value: a recipe field (windows.sink=64, skip_layers=0,1) or a parameter."),
     ] = None,
+    skip_layers: Annotated[str | None, typer.Option(help="Layer ids to keep in BF16, e.g. 0,1.")] = None,
     target_context: Annotated[
         str | None, typer.Option(help="Average the statistics over positions below this length, e.g. 32k.")
     ] = None,
@@ -43,7 +44,7 @@ def command(
         out=out,
         method=method,
         recipe=recipe,
-        settings=tuple(settings or ()),
+        settings=(*(settings or ()), *(() if skip_layers is None else (f"skip_layers={skip_layers}",))),
         target_context=None if target_context is None else parse_length(target_context, "--target-context"),
         force=force,
         dry_run=dry_run,

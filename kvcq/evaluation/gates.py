@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
-from kvcq.errors import InputError
+from kvcq.errors import SHOWN, InputError, shown
 from kvcq.spec.base import SpecModel
+from kvcq.spec.plain_yaml import read_yaml
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult
 
 METRICS = (*AttentionMetrics.model_fields, "quantized_share", "bits")
@@ -50,7 +50,7 @@ class Gate(SpecModel):
     @classmethod
     def _length(cls, value: Any) -> Any:
         if value != "max" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"must be a length in tokens or max, not {value!r}")
+            raise ValueError(f"must be a length in tokens or max, not {shown(value)}")
         return value
 
     @property
@@ -61,9 +61,9 @@ class Gate(SpecModel):
     @model_validator(mode="after")
     def _one_known_limit(self) -> Gate:
         if self.metric not in METRICS:
-            near = difflib.get_close_matches(self.metric, METRICS, 1)
+            near = difflib.get_close_matches(self.metric[:SHOWN], METRICS, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"unknown metric {self.metric!r}; {hint}known: {', '.join(METRICS)}")
+            raise ValueError(f"unknown metric {shown(self.metric)}; {hint}known: {', '.join(METRICS)}")
         if (self.max is None) == (self.min is None):
             raise ValueError("needs exactly one of max and min")
         if self.artifacts is not None and not self.artifacts:
@@ -78,14 +78,11 @@ def load_gates(path: Path) -> tuple[Gate, ...]:
         InputError: unreadable, not YAML, or anything in it that is not understood; names the gate and field.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path)
     except OSError as error:
         raise InputError(f"cannot read gates: {error.strerror}", where=path) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = str(path) if mark is None else f"{path}:{mark.line + 1}"
-        problem = getattr(error, "problem", None) or "unreadable text"
-        raise InputError(f"gates are not YAML: {problem}", where=where) from None
+    except ValueError as error:
+        raise InputError(f"gates are not YAML: {error}", where=path) from None
     entries = document.get("gates") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries or len(document) != 1:
         raise InputError("not a gates file", where=path, fix="write one key `gates` with a non-empty list")
@@ -120,7 +117,7 @@ def _gate(entry: object, where: str) -> Gate:
         return Gate.model_validate(entry)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])[:SHOWN]
         raise InputError(
             f"{field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}", where=where
         ) from None

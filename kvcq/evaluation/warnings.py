@@ -10,6 +10,7 @@ from kvcq.spec.report import LayerReport
 
 MEAN_RATIO = 4.0
 COLLAPSE = 1.0
+SHARED_COST = 1.25
 NAMED = 8
 
 
@@ -33,6 +34,39 @@ def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float
         f"in layer {worst}) and the codec does not subtract it, so the codes describe the mean: "
         f"use a centred method (oscar-centered, nova), or keep the layers in BF16 with "
         f"--set skip_layers={','.join(map(str, sorted(layers)))}"
+    ]
+
+
+def rank_warnings(ranks: Mapping[int, Sequence[float]]) -> list[str]:
+    """Warn of layers whose moments do not span their channels: what the text never reached is fitted to nothing.
+
+    Args:
+        ranks: Of each layer (head dimension, smallest rank of key covariance, query moment and value covariance).
+    """
+    short = {layer: min(row[1:]) for layer, row in ranks.items() if min(row[1:]) < row[0]}
+    if not short:
+        return []
+    worst = min(short, key=lambda layer: short[layer])
+    return [
+        f"{_layers(list(short))}: moments of rank {short[worst]:.0f} for {ranks[worst][0]:.0f} channels in layer "
+        f"{worst}: directions that the text never used are coded blindly; collect more text, or a greater variety of it"
+    ]
+
+
+def sharing_warnings(costs: Mapping[int, Sequence[float]]) -> list[str]:
+    """Warn of layers that lose much by sharing one rotation between KV heads of different axes.
+
+    Args:
+        costs: Of each layer that shares its rotation, by KV head: key error over that under the head's own rotation.
+    """
+    means = {layer: sum(row) / len(row) for layer, row in costs.items()}
+    layers = [layer for layer, mean in means.items() if mean > SHARED_COST]
+    if not layers:
+        return []
+    worst = max(layers, key=lambda layer: means[layer])
+    return [
+        f"{_layers(layers)}: one rotation for all KV heads multiplies the key error, by {means[worst]:.1f} in layer "
+        f"{worst}: use granularity=head"
     ]
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcq.errors import InputError
+from kvcq.errors import InputError, shown
 from kvcq.spec.codec import CodecSpec
+from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ class Method(ABC):
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _checked(self.name, item, getattr(self, item.name)))
 
+    def check(self, layer: LayerGeometry) -> None:
+        """Refuse a layer that these parameters cannot code, by its geometry alone: fit asks before any work.
+
+        Raises:
+            InputError: names the layer and what is allowed.
+        """
+        return
+
     @abstractmethod
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Fit one full-attention layer. Same statistics, parameters and seed must give the same bytes."""
@@ -104,7 +113,7 @@ def _checked(method: str, item: dataclasses.Field[Any], value: Any) -> Any:
         fits = rules["low"] <= value <= rules["high"]
     if not fits:
         raise InputError(
-            f"{item.name}={value!r} is not allowed", where=f"method {method}", fix=f"use {allowed_values(item)}"
+            f"{item.name}={shown(value)} is not allowed", where=f"method {method}", fix=f"use {allowed_values(item)}"
         )
     return value
 

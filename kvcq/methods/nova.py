@@ -10,6 +10,7 @@ from kvcq.methods.base import FitContext, LayerFit, Method, parameter
 from kvcq.methods.oscar import VALUE_TARGET
 from kvcq.methods.uniform import CLIP_V
 from kvcq.spec.codec import VQ_GROUP, CodecSpec
+from kvcq.spec.geometry import LayerGeometry
 
 if TYPE_CHECKING:
     from kvcq.stats.view import LayerStats
@@ -42,21 +43,19 @@ class Nova(Method):
     value_target: str = parameter("logit_energy", VALUE_TARGET, choices=("logit_energy", "attention_output"))
     floor: float = parameter(1e-6, "smallest eigenvalue of the query moment, relative", low=1e-12, high=1.0)
 
-    def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
-        """Fit metric, codebooks and value rotation.
+    def check(self, layer: LayerGeometry) -> None:
+        """Refuse a head dimension that groups of four do not divide."""
+        if layer.d_k % VQ_GROUP:
+            raise UnsupportedError(
+                f"nova codes {VQ_GROUP} channels a word, layer {layer.layer} has head dimension {layer.d_k}",
+                fix="use oscar-centered",
+            )
 
-        Raises:
-            UnsupportedError: a head dimension that groups of four do not divide.
-        """
+    def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
+        """Fit metric, codebooks and value rotation."""
         from kvcq.methods.product import fit_keys
         from kvcq.methods.rotation import oscar_rotation, served, value_moment
 
-        geometry = stats.geometry
-        if geometry.d_k % VQ_GROUP:
-            raise UnsupportedError(
-                f"nova codes {VQ_GROUP} channels a word, layer {geometry.layer} has head dimension {geometry.d_k}",
-                fix="use oscar-centered",
-            )
         keys, key_notes = fit_keys(stats, self, context.seed)
         moment, value_notes = value_moment(stats, self.value_target)
         return LayerFit(

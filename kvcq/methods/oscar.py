@@ -21,7 +21,7 @@ class Oscar(UniformMethod):
     C_Q = E[q'q] over the query heads of a KV head. C_S is ``logit_energy``: E[w v'v] over the sampled rows with
     weights w = k C_Q k' of mean 1 (what the release computes), or ``attention_output``: E[o'o] (what the paper
     states). ``granularity=layer`` averages both over the KV heads and shares the rotation, as the v1 release does;
-    the note ``shared_cost`` then says by which factor that raises the key error of each head.
+    the note ``shared_cost`` says by which factor that raises, or would raise, the key error of each head.
     """
 
     name = "oscar"
@@ -51,7 +51,8 @@ class Oscar(UniformMethod):
         }
         if self.centred:
             tensors |= offsets(stats)
-        if shared:
-            own = tensors | {"k.transform": served(oscar_rotation(queries, signs=draw))}
-            notes["shared_cost"] = shared_cost(spec_k, tensors, own, stats.k_rows)
+        if stats.geometry.kv_heads > 1 and stats.k_rows.shape[1]:
+            other = tensors | {"k.transform": served(oscar_rotation(queries, shared=not shared, signs=draw))}
+            pair = (tensors, other) if shared else (other, tensors)
+            notes["shared_cost"] = shared_cost(spec_k, *pair, stats.k_rows)
         return LayerFit(spec_k, spec_v, tensors, notes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from kvcq.errors import InputError, UnavailableError
+from kvcq.errors import SHOWN, InputError, UnavailableError, shown
 from kvcq.methods.base import Method, allowed_values
 from kvcq.spec.recipe import Scalar
 
@@ -73,7 +73,7 @@ def load(name: str) -> type[Method]:
         return getattr(importlib.import_module(module), attribute)
     point = _third_party().get(name)
     if point is None:
-        raise InputError(f"no method {name!r}", where="--method", fix=_suggest(name, available()))
+        raise InputError(f"no method {shown(name)}", where="--method", fix=_suggest(name, available()))
     try:
         found = point.load()
     except Exception as error:  # whatever a foreign module raises, the user needs one line with its name
@@ -105,7 +105,7 @@ def create(name: str, params: Mapping[str, Any] | None = None) -> Method:
     known = [item.name for item in dataclasses.fields(kind)]
     for key in params or {}:
         if key not in known:
-            raise InputError(f"no parameter {key!r}", where=f"method {name}", fix=_suggest(key, known))
+            raise InputError(f"no parameter {shown(key)}", where=f"method {name}", fix=_suggest(key, known))
     return kind(**(params or {}))
 
 
@@ -137,7 +137,7 @@ def _origin(point: EntryPoint) -> str:
 
 
 def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
     if close:
         return f"did you mean {close[0]!r}? (known: {', '.join(known)})"
     return f"known: {', '.join(known)}" if known else "this method has no parameters"

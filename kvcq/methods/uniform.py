@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcq.errors import InputError
 from kvcq.methods.base import Method, parameter
-from kvcq.spec.codec import CodecSpec, Transform
+from kvcq.spec.codec import SERVED_GROUPS, CodecSpec, Transform
 from kvcq.spec.geometry import LayerGeometry
 
 CLIP_K = "rank ratio of the symmetric key clip; 1 is off"
@@ -26,20 +26,21 @@ class UniformMethod(Method):
         choices=("fp16-bias", "fp32-zero"),
     )
 
+    def check(self, layer: LayerGeometry) -> None:
+        """Refuse groups that do not divide a head dimension; the line lists those that do."""
+        for dims in (layer.d_k, layer.d_v):
+            if dims % self.groups:
+                allowed = [f"{n} ({dims // n} channels each)" for n in SERVED_GROUPS if dims % n == 0]
+                others = [str(n) for n in range(1, dims + 1) if dims % n == 0 and n not in SERVED_GROUPS]
+                raise InputError(
+                    f"groups={self.groups} does not divide the head dimension {dims} of layer {layer.layer}",
+                    where=f"method {self.name}",
+                    fix=f"use groups={' or '.join(allowed)}; to compare only: {', '.join(others)}",
+                )
+
     def codecs(
         self, geometry: LayerGeometry, transform: Transform = "identity", *, centred: bool = False
     ) -> tuple[CodecSpec, CodecSpec]:
-        """Return the key and the value codec of a layer, which differ in their clip only.
-
-        Raises:
-            InputError: a head dimension that the groups do not divide.
-        """
-        for dims in (geometry.d_k, geometry.d_v):
-            if dims % self.groups:
-                raise InputError(
-                    f"groups={self.groups} does not divide the head dimension {dims} of layer {geometry.layer}",
-                    where=f"method {self.name}",
-                    fix="use groups=1",
-                )
+        """Return the key and the value codec of a layer, which differ in their clip only."""
         shared = {"transform": transform, "centred": centred, "groups": self.groups, "metadata": self.metadata}
         return CodecSpec(**shared, clip=self.clip_k), CodecSpec(**shared, clip=self.clip_v)

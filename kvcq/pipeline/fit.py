@@ -14,7 +14,7 @@ from kvcq.artifacts.stats_file import StatsArtifact, read_stats
 from kvcq.artifacts.tensors import tensor_index, tensors_digest
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import InputError, UnsupportedError
-from kvcq.evaluation.warnings import centring_warnings
+from kvcq.evaluation.warnings import centring_warnings, rank_warnings, sharing_warnings
 from kvcq.methods.base import FitContext, Method
 from kvcq.pipeline.eligible import bf16_reason
 from kvcq.pipeline.output import exclusive
@@ -30,6 +30,7 @@ from kvcq.spec.recipe import Recipe
 from kvcq.stats.part import layer_stats
 from kvcq.stats.target import retarget
 from kvcq.stats.view import LayerStats
+from kvcq.transforms.spectral import effective_rank
 
 FP16_MAX = 65504.0
 
@@ -50,13 +51,20 @@ class FitResult:
             rows.append(("parameters", parameters))
         rows.append(("windows", f"sink {self.recipe.windows.sink}, recent {self.recipe.windows.recent}"))
         if self.header is not None:
+            means = {layer: max(row) for layer, row in notes_of(self.header, "mean_ratio").items()}
+            costs = {layer: sum(row) / len(row) for layer, row in notes_of(self.header, "shared_cost").items()}
             kept = sum(1 for entry in self.header.plan if entry.quantized)
             rows += [
                 ("layers", f"{kept} of {len(self.header.plan)} quantized"),
                 ("context", f"fitted for {self.header.target_context} tokens"),
+                ("key mean", _extreme("|mean|^2 / variance", means)),
+                (
+                    "one rotation a layer",
+                    _extreme("multiplies the key error by", costs),
+                ),
                 ("tensors", self.header.tensors_digest),
             ]
-        return "\n".join(aligned(rows))
+        return "\n".join(aligned([row for row in rows if row[1]]))
 
     def payload(self) -> dict[str, Any]:
         """Return the result for machines."""
@@ -66,9 +74,30 @@ class FitResult:
                 "digest": self.header.digest,
                 "tensors_digest": self.header.tensors_digest,
                 "quantized_layers": [entry.layer for entry in self.header.plan if entry.quantized],
+                "mean_ratio": {str(n): max(row) for n, row in notes_of(self.header, "mean_ratio").items()},
+                "shared_cost": {str(n): list(row) for n, row in notes_of(self.header, "shared_cost").items()},
+                "rank": {str(n): list(row) for n, row in notes_of(self.header, "rank").items()},
                 "warnings": list(self.header.warnings),
             }
         return record
+
+
+def notes_of(header: FitHeader, name: str) -> dict[int, tuple[float, ...]]:
+    """Return the notes of one name by layer, in order of layer id."""
+    found = {}
+    for key, row in header.notes.items():
+        _, layer, own = key.split(".", 2)
+        if own == name and row:
+            found[int(layer)] = row
+    return dict(sorted(found.items()))
+
+
+def _extreme(what: str, values: Mapping[int, float]) -> str:
+    """Say where a number is largest, or nothing without numbers."""
+    if not values:
+        return ""
+    worst = max(values, key=lambda layer: values[layer])
+    return f"{what} up to {values[worst]:.3g}, in layer {worst}"
 
 
 @exclusive
@@ -93,6 +122,9 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     stats = read_stats(request.stats)
     refuse_shard(stats.header, request.stats)
     check_layers(recipe, stats.header)
+    for layer in stats.header.geometry.quantizable():
+        if bf16_plan(layer, stats.header, recipe, method) is None:
+            method.check(layer)
     if request.dry_run:
         return FitResult(None, None, recipe)
     header, tensors = fit_layers(stats, recipe, method, reporter)
@@ -139,12 +171,14 @@ def fit_layers(
     tensors: dict[str, np.ndarray] = {}
     notes: dict[str, tuple[float, ...]] = {}
     ratios: dict[int, float] = {}
+    ranks: dict[int, tuple[float, ...]] = {}
     samples = stats.samples
     reporter.stage(f"fitting {method.name}")
     for done, layer in enumerate(layers, start=1):
         if plans[layer.layer] is None:
             view = targeted(layer_stats(header, stats.moments, samples, layer.layer), header, recipe)
             ratios[layer.layer] = float(view.mean_ratio.max())
+            ranks[layer.layer] = view_ranks(view)
             result = method.fit_layer(view, context)
             fitted = LayerPlan(layer=layer.layer, k=result.k, v=result.v)
             check_range(fitted, view, result.tensors)
@@ -153,12 +187,17 @@ def fit_layers(
             notes |= {f"layers.{layer.layer}.{name}": value for name, value in result.notes.items()}
         reporter.advance(done, len(layers), "layers")
     plan = tuple(entry for layer in header.geometry.layers if (entry := plans[layer.layer]) is not None)
-    warnings = centring_warnings(plan, ratios)
+    warnings = [*centring_warnings(plan, ratios), *rank_warnings(ranks)]
+    if method_shares(recipe):
+        names = {layer: f"layers.{layer}.shared_cost" for layer in ratios}
+        costs = {layer: notes[name] for layer, name in names.items() if name in notes}
+        warnings += sharing_warnings(costs)
     warnings += position_warnings(header, recipe)
     for warning in warnings:
         reporter.warn(warning)
     index = tensor_index(tensors)
     notes |= {f"layers.{layer}.mean_ratio": (ratio,) for layer, ratio in ratios.items()}
+    notes |= {f"layers.{layer}.rank": rank for layer, rank in ranks.items()}
     return (
         FitHeader(
             recipe=recipe,
@@ -178,6 +217,23 @@ def fit_layers(
         ),
         tensors,
     )
+
+
+def view_ranks(view: LayerStats) -> tuple[float, ...]:
+    """Return d_k and the smallest rank over the KV heads of key covariance, query moment and value covariance.
+
+    Values count relative to their own dimension, so that one number is the full rank of all three.
+    """
+    d_k, d_v = view.geometry.d_k, view.geometry.d_v
+    keys, queries, values = (
+        float(effective_rank(matrix).min()) for matrix in (view.k_cov, view.moments["q_second"], view.v_cov)
+    )
+    return float(d_k), keys, queries, values * d_k / d_v
+
+
+def method_shares(recipe: Recipe) -> bool:
+    """Say whether the fit has one rotation for all KV heads of a layer."""
+    return recipe.params.get("granularity") == "layer"
 
 
 def bf16_plan(layer: LayerGeometry, header: StatsHeader, recipe: Recipe, method: Method) -> LayerPlan | None:

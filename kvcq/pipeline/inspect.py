@@ -11,6 +11,7 @@ from kvcq.artifacts import verify as checks
 from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
+from kvcq.errors import visible
 from kvcq.pipeline.result import Answer, aligned
 from kvcq.spec.header import FitHeader, StatsHeader
 from kvcq.spec.manifest import Manifest
@@ -73,7 +74,7 @@ def is_artifact(target: str) -> bool:
 def diff(a: Path, b: Path) -> Answer:
     """List what differs between two artifacts, field by field and tensor by tensor."""
     found = differences.diff(a, b)
-    lines = [f"{d.field}: {_short(d.left)} -> {_short(d.right)}{_error(d.error)}" for d in found]
+    lines = [visible(f"{d.field}: {_short(d.left)} -> {_short(d.right)}{_error(d.error)}") for d in found]
     record = [{"field": d.field, "left": d.left, "right": d.right, "max_difference": d.error} for d in found]
     return Answer(tuple(lines or ["no difference"]), {"equal": not found, "differences": record})
 
@@ -98,8 +99,17 @@ def _stats(header: StatsHeader) -> list[tuple[str, str]]:
 
 
 def _fit(header: FitHeader) -> list[tuple[str, str]]:
-    rows = [*_fitted(header), ("statistics", header.stats_digest), ("digest", header.digest)]
+    rows = [*_fitted(header), *_notes(header), ("statistics", header.stats_digest), ("digest", header.digest)]
     return rows + [("warning", line) for line in header.warnings]
+
+
+def _notes(header: FitHeader) -> list[tuple[str, str]]:
+    """Return one row a layer with what fit measured of it, e.g. ``mean_ratio 0.31, rank 64 64 64 64``."""
+    layers: dict[int, list[str]] = {}
+    for key, values in sorted(header.notes.items()):
+        _, layer, name = key.split(".", 2)
+        layers.setdefault(int(layer), []).append(f"{name} {' '.join(f'{value:.3g}' for value in values)}")
+    return [(f"layer {layer}", ", ".join(layers[layer])) for layer in sorted(layers)]
 
 
 def _bundle(manifest: Manifest) -> list[tuple[str, str]]:

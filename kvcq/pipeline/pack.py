@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcq.artifacts.bundle import draft_manifest, write_bundle
+from kvcq.artifacts.bundle import draft_manifest, find_row, write_bundle
 from kvcq.artifacts.fit_file import FitArtifact, read_fit
 from kvcq.artifacts.report_file import read_report
 from kvcq.errors import InputError
@@ -77,7 +77,7 @@ def pack(request: PackRequest, reporter: Reporter = SILENT) -> PackResult:
     if request.dry_run:
         return PackResult(None, manifest)
     reporter.stage(f"writing {request.out.name}")
-    card = bundle_card(manifest)
+    card = bundle_card(manifest, find_row(report.report, fit.header), report.report.command)
     manifest = write_bundle(request.out, manifest, fit, report, card, archive=request.archive, force=request.force)
     return PackResult(request.out, manifest)
 

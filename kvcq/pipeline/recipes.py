@@ -8,20 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from kvcq.errors import InputError
+from kvcq.errors import SHOWN, InputError, shown
 from kvcq.methods import registry
 from kvcq.methods.base import Method
+from kvcq.spec.plain_yaml import load_yaml, read_yaml
 from kvcq.spec.plan import Windows
 from kvcq.spec.recipe import Recipe
 
 COMMON = tuple(Recipe.model_fields)
 WINDOWS = tuple(Windows.model_fields)
 MAPPINGS = ("params", "windows")
-# Beside its own errors PyYAML lets a ValueError through for a date such as 2020-13-45.
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
@@ -31,12 +29,12 @@ def load_recipe(path: Path) -> dict[str, Any]:
         InputError: unreadable, not YAML, not a mapping, or an unknown field.
     """
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = read_yaml(path)
     except OSError as error:
         raise InputError(
             f"cannot read the recipe: {error.strerror}", where=path, fix="name a readable YAML file"
         ) from None
-    except UNREADABLE as error:
+    except ValueError as error:
         raise InputError(f"not YAML: {error}", where=path, fix="see examples/ for recipes") from None
     if not isinstance(value, dict):
         raise InputError("a recipe is a mapping of fields", where=path, fix="see examples/ for recipes")
@@ -60,14 +58,16 @@ def apply_settings(recipe: Mapping[str, Any], settings: Sequence[str]) -> dict[s
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise InputError(f"{setting!r} is not key=value", where="--set", fix="for example --set clip_k=0.96")
+            raise InputError(f"{shown(setting)} is not key=value", where="--set", fix="for example --set clip_k=0.96")
         if key in MAPPINGS:
             fix = "--set windows.sink=N and --set windows.recent=N" if key == "windows" else "--set NAME=VALUE"
             raise InputError(f"{key} cannot be set as a whole", where="--set", fix=fix)
         try:
-            value = yaml.safe_load(text)
-        except UNREADABLE:
-            raise InputError(f"cannot read the value of {setting!r}", where="--set", fix="use a plain value") from None
+            value = load_yaml(text)
+        except ValueError:
+            raise InputError(
+                f"cannot read the value of {shown(setting)}", where="--set", fix="use a plain value"
+            ) from None
         if key == "skip_layers":
             result[key] = _layer_ids(text)
         elif key.startswith("windows."):
@@ -96,7 +96,7 @@ def resolve(fields: dict[str, Any], where: str | Path) -> tuple[Recipe, Method]:
         recipe = Recipe.model_validate({**fields, "method": method.name, "params": dataclasses.asdict(method)})
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])[:SHOWN]
         raise InputError(f"{field}: {first['msg']}", where=where, fix="correct this recipe field") from None
     return recipe, method
 
@@ -104,13 +104,15 @@ def resolve(fields: dict[str, Any], where: str | Path) -> tuple[Recipe, Method]:
 def _layer_ids(text: str) -> list[int]:
     items = [item.strip() for item in text.strip("[] ").split(",") if item.strip()]
     if not all(item.isascii() and item.isdigit() for item in items):
-        raise InputError(f"{text!r} is not a list of layer ids", where="--set skip_layers", fix="for example 0,1,29")
+        raise InputError(
+            f"{shown(text)} is not a list of layer ids", where="--set skip_layers", fix="for example 0,1,29"
+        )
     return [int(item) for item in items]
 
 
 def _refuse_unknown(names: Iterable[Any], known: Sequence[str], kind: str, where: str | Path) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
+            close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
             fix = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
-            raise InputError(f"unknown {kind} {name!r}", where=where, fix=fix)
+            raise InputError(f"unknown {kind} {shown(name)}", where=where, fix=fix)

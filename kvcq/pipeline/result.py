@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcq.errors import visible
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -28,6 +30,6 @@ class Answer:
 
 
 def aligned(rows: list[tuple[str, str]], indent: str = "") -> list[str]:
-    """Lay out (label, value) rows in two columns."""
+    """Lay out (label, value) rows in two columns; foreign text cannot steer the terminal."""
     width = max((len(label) for label, _ in rows), default=0)
-    return [f"{indent}{label.ljust(width)}  {value}".rstrip() for label, value in rows]
+    return [f"{indent}{visible(label).ljust(width)}  {visible(value)}".rstrip() for label, value in rows]

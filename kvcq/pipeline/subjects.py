@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvcq.models.load import LoadedModel
 
 SERVED_CAST = torch.bfloat16
+HEAD_FIELDS = ("q_heads", "kv_heads", "d_k", "d_v", "sinks")
+ROPE_FIELDS = ("rotary_dims", "offset", "pairing", "sense")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,40 @@ def check_model(subject: Subject, loaded: LoadedModel, *, strict: bool) -> tuple
             )
         warnings.append(f"fitted on {other}")
     return tuple(warnings)
+
+
+def check_frame(subject: Subject, observed: ModelGeometry) -> None:
+    """Refuse an artifact whose heads or rotations are not those that the self-check has just seen.
+
+    The identity says so of an honest artifact; this is what the codecs are built from.
+
+    Raises:
+        MismatchError: names the layer and the field.
+    """
+    ours = {layer.layer: layer for layer in subject.geometry.layers}
+    for layer in observed.quantizable():
+        own = ours.get(layer.layer)
+        if own is None or own.kind != layer.kind:
+            raise MismatchError("the artifact does not know this full-attention layer", where=f"layer {layer.layer}")
+        pairs = [(name, getattr(own, name), getattr(layer, name)) for name in HEAD_FIELDS]
+        theirs, mine = subject.geometry.rope_of(own), observed.rope_of(layer)
+        pairs.append(("rope", theirs is None, mine is None))
+        if theirs is not None and mine is not None:
+            pairs += [(f"rope.{name}", getattr(theirs, name), getattr(mine, name)) for name in ROPE_FIELDS]
+            # Frequencies of another regime differ by design, which is warned of; their last bits differ by device.
+            if theirs.regime == mine.regime and not all(map(_close, theirs.inv_freq, mine.inv_freq)):
+                pairs.append(("rope.inv_freq", theirs.inv_freq[:4], mine.inv_freq[:4]))
+        for name, found, wanted in pairs:
+            if found != wanted:
+                raise MismatchError(
+                    f"the artifact's frame is not the model's: {name} is {found}, the model has {wanted}",
+                    where=f"{subject.name}, layer {layer.layer}",
+                    fix="collect and fit for this model",
+                )
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4)
 
 
 def _other_origin(theirs: Provenance, ours: Provenance) -> str | None:

@@ -24,7 +24,7 @@ from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.sources import open_corpus, open_model
-from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_model, open_subjects
+from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_frame, check_model, open_subjects
 from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
 from kvcq.runtime.layout import bits_per_element, constants_bytes, kv_bytes_per_token
@@ -67,7 +67,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
 
     Raises:
         InputError: contexts shorter than the windows, too little text, bad gates.
-        MismatchError: an artifact of another model.
+        MismatchError: an artifact of another model, or in another frame.
         EvaluationError: a measurement is not finite.
     """
     started = time.monotonic()
@@ -100,6 +100,8 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
         reporter.warn(line)
 
     geometry = self_check(loaded, torch.from_numpy(passages[0].tokens[:CHECK_TOKENS].astype("int64")), warn=warn)
+    for subject in subjects:
+        check_frame(subject, geometry)
     if request.dry_run:
         return ValidateResult(None, _report(request, loaded, corpus, (), [], general))
 

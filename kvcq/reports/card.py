@@ -6,22 +6,31 @@ import json
 import re
 
 from kvcq.reports import tables
-from kvcq.reports.summary import gate_sentence
+from kvcq.reports.layers import head_table, layer_table
+from kvcq.reports.summary import by_reason, gate_sentence
 from kvcq.reports.tables import Table
 from kvcq.reports.templating import environment
 from kvcq.reports.text import clean, context_label, number, ranges, size
 from kvcq.spec.manifest import Manifest
+from kvcq.spec.report import ArtifactReport
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
+_FENCE = re.compile("`")
+WORST = 5
 _SLUG = re.compile(r"[^a-z0-9]+")
 
 
-def bundle_card(manifest: Manifest) -> str:
+def bundle_card(manifest: Manifest, row: ArtifactReport | None = None, command: str = "") -> str:
     """Return ``README.md`` of a bundle. The same manifest gives the same bytes.
 
     The card is one of the files that the manifest lists, so it reads neither `digest` nor `files`: pack renders it
     from a draft whose digest is still zeros. It quotes the digests of tensors, statistics and report instead.
+
+    Args:
+        manifest: What was sealed, or is about to be.
+        row: The sealed report's row of these tensors, for the layers and heads that lose most.
+        command: The command that repeats the measurement.
     """
     quantized = [entry for entry in manifest.plan if entry.quantized]
     sides = quantized[0] if quantized else None
@@ -44,6 +53,10 @@ def bundle_card(manifest: Manifest) -> str:
         legend=[(markdown(m.column.label), markdown(m.column.help)) for m in tables.METRICS],
         skipped=markdown_table(tables.manifest_skipped(manifest)),
         gates=[(markdown(gate_sentence(g)), number(g.value), g.passed) for g in manifest.validation.gates],
+        worst_layers="" if row is None else markdown_table(layer_table(row, count=WORST)),
+        worst_heads="" if row is None else markdown_table(head_table(row, WORST)),
+        command=_FENCE.sub("'", clean(command)),
+        unfolded=[(numbers, markdown(reason)) for reason, numbers in _unfolded(manifest).items()],
         folded=sum(fold.fold for fold in manifest.folds),
         sources=", ".join(map(markdown, manifest.calibration.sources)),
         constants=size(manifest.constants_bytes),
@@ -51,6 +64,10 @@ def bundle_card(manifest: Manifest) -> str:
         version=markdown(manifest.kvcq),
         identity=manifest.identity.digest(),
     )  # fmt: skip
+
+
+def _unfolded(manifest: Manifest) -> dict[str, str]:
+    return by_reason({fold.layer: fold.reason for fold in manifest.folds if not fold.fold})
 
 
 def markdown(text: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from kvcq.reports import svg, tables
+from kvcq.reports import layers, svg, tables
 from kvcq.reports.summary import (
     BF16_BITS,
     bits_at,
@@ -35,7 +36,7 @@ def render_html(report: Report) -> str:
     Every foreign string is escaped; the page declares a policy that forbids loading anything.
     """
     scale = svg.heat_scale(report)
-    chosen = candidates(report)
+    chosen, best = candidates(report), closest(report)
     return environment().get_template("report.html.j2").render(
         report=report,
         verdict=verdict(report),
@@ -48,8 +49,10 @@ def render_html(report: Report) -> str:
         fidelity=tables.report_fidelity(report),
         chart=svg.kl_chart(report),
         chart_table=_chart_table(report),
+        shares=layers.share_table(report),
         worst=tables.worst_table(report, 5),
         maps=[(clean(a.name), svg.heat_map(a, scale, key=f"map{i}"), _heat_table(a)) for i, a in enumerate(chosen)],
+        details=[_detail(a, opened=a is best) for a in chosen],
         skipped=tables.skipped_table(report),
         folds=tables.fold_table(report),
         warnings=warnings(report),
@@ -57,6 +60,29 @@ def render_html(report: Report) -> str:
         heat_light=_ramp(_LIGHT),
         heat_dark=_ramp(_DARK),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Detail:
+    """The layers and heads of one artifact: sorted by loss, in natural order, and whether they are shown at once."""
+
+    name: str
+    note: str
+    by_loss: Table
+    by_layer: Table
+    heads: Table
+    opened: bool
+
+
+def _detail(artifact: ArtifactReport, *, opened: bool) -> Detail:
+    return Detail(
+        name=clean(artifact.name),
+        note=layers.concentration(artifact.layers),
+        by_loss=layers.layer_table(artifact),
+        by_layer=layers.layer_table(artifact, "layer"),
+        heads=layers.head_table(artifact),
+        opened=opened,
+    )
 
 
 def _facts(report: Report) -> list[tuple[str, str, str]]:

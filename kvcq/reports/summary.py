@@ -93,6 +93,19 @@ def gate_sentence(gate: GateResult) -> str:
     return f"{clean(gate.metric)} {sign} {gate.limit:g} at {context_label(gate.context)}"
 
 
+def reproduction(report: Report) -> str:
+    """Say in a line what must be the same for the numbers to come back: text, query positions, cast, versions."""
+    data = report.data
+    versions = ", ".join(f"{clean(name)} {clean(version)}" for name, version in sorted(report.versions.items()))
+    revision = f" at {clean(report.provenance.revision)}" if report.provenance.revision else ""
+    return (
+        f"Model {clean(report.provenance.source)}{revision}; {data.got_tokens:,} tokens of "
+        f"{', '.join(map(clean, data.sources)) or 'unnamed text'} (SHA-256 {clean(data.sha256)[:16]}); "
+        f"{report.semantics} semantics, {report.queries_per_context} queries a context, "
+        f"cast {clean(report.cast)}; {versions}"
+    )
+
+
 def worst_layers(artifact: ArtifactReport, count: int) -> list[tuple[int, float]]:
     """Return (layer, mean KL) of the layers with the highest KL at the longest context."""
     return sorted(((row.layer, row.metrics.kl) for row in artifact.layers), key=lambda pair: -pair[1])[:count]

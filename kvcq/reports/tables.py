@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -227,10 +227,19 @@ def worst_table(report: Report, count: int = 3) -> Table:
 
 def skipped_table(report: Report) -> Table:
     """Layers that stay BF16, by reason; artifacts that skip the same layers share a row."""
+    return _by_reason(report, skipped)
+
+
+def unfolded_table(report: Report) -> Table:
+    """Layers whose value rotation is undone at run time, by reason; empty when every one folds into W_O."""
+    return _by_reason(report, lambda row: {fold.layer: fold.reason for fold in row.folds if not fold.fold})
+
+
+def _by_reason(report: Report, reasons: Callable[[ArtifactReport], Mapping[int, str]]) -> Table:
     columns = (Column("Layers", numeric=False), Column("Why", numeric=False), Column("Artifacts", numeric=False))
     groups: dict[tuple[str, str], list[str]] = {}
     for artifact in candidates(report):
-        for reason, layers in by_reason(skipped(artifact)).items():
+        for reason, layers in by_reason(reasons(artifact)).items():
             groups.setdefault((layers, reason), []).append(clean(artifact.name))
     total = len(candidates(report))
     rows = [

@@ -13,13 +13,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvcq.reports import tables
-from kvcq.reports.summary import contexts, verdict, warnings
+from kvcq.reports import layers, tables
+from kvcq.reports.summary import closest, contexts, reproduction, verdict, warnings
 from kvcq.reports.tables import Table
 from kvcq.reports.text import clean, context_label, plural, ranges, size, to_ascii
 from kvcq.spec.manifest import Manifest
 from kvcq.spec.report import Report
 
+WORST_LAYERS = 8
 _STYLES = {"": "", "best": "bold cyan", "pass": "green", "fail": "bold red", "muted": "dim"}
 _ASCII_HEAD = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
 _BADGES = {"pass": ("PASS", "bold green"), "fail": ("FAIL", "bold red"), "measured": ("MEASURED", "bold cyan")}
@@ -58,9 +59,15 @@ def report_view(report: Report, *, ascii_only: bool = False) -> RenderableType:
     write.table("Bits per element, everything counted", tables.bits_table(report))
     write.table("Bytes per token", tables.bytes_table(report))
     write.table("Fidelity against BF16 (* best quantized value)", tables.report_fidelity(report))
+    write.table("Keys read from codes, not from exact windows", layers.share_table(report))
     longest = context_label(max(contexts(report), default=0))
     write.table(f"Worst layers and heads, mean KL in nats at {longest}", tables.worst_table(report))
+    if best := closest(report):
+        shown, total = min(WORST_LAYERS, len(best.layers)), len(best.layers)
+        title = f"Layers of {clean(best.name)} at {longest}, worst first ({shown} of {total})"
+        write.table(title, layers.layer_table(best, count=WORST_LAYERS))
     write.table("Kept in BF16", tables.skipped_table(report))
+    write.table("Value rotation undone at run time", tables.unfolded_table(report))
     if found := warnings(report):
         write.heading("Warnings")
         for whom, text in found:
@@ -68,6 +75,7 @@ def report_view(report: Report, *, ascii_only: bool = False) -> RenderableType:
     if report.command:
         write.heading("Reproduce")
         write.verbatim(clean(report.command))
+        write.line((reproduction(report), ""))
     return write.group()
 
 

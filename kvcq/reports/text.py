@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable
 from itertools import groupby
+
+from kvcq.errors import visible
 
 ABSENT = "–"
 _ASCII = str.maketrans(
@@ -14,14 +15,7 @@ _ASCII = str.maketrans(
 
 def clean(text: str) -> str:
     """Make foreign text safe to print on one line: control and direction characters become visible escapes."""
-    flat = " ".join(text.split())
-    return "".join(_visible(char) for char in flat)
-
-
-def _visible(char: str) -> str:
-    # Cc holds terminal escapes, Cf direction overrides, Cs half surrogates that no stream can encode.
-    hidden = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-    return char.encode("unicode_escape").decode() if hidden else char
+    return visible(text)
 
 
 def to_ascii(text: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+NumberKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,14})$")]
+"""A layer id or a context length as the key of a JSON object."""
 
 
 class SpecModel(BaseModel):

@@ -3,6 +3,9 @@
 One value has exactly one encoding: UTF-8, sorted keys, separators ``,`` and ``:``, no ASCII escapes, integers
 below 2^53, floats as the ``repr`` of a finite float64, -0.0 as 0.0, one final newline. A reader re-serialises
 and compares, so a flipped byte, a duplicate key or a stray space is an error.
+
+Limits keep a hostile file from exhausting memory. They are counted in the bytes, before anything is parsed: nothing
+that kvcq writes comes near them.
 """
 
 from __future__ import annotations
@@ -14,9 +17,30 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_INTEGER = 2**53
+MAX_BYTES = 16 << 20
+MAX_DEPTH = 32
+# Bytes that open or separate values, and how many a document may have: a container costs memory even when empty.
+LIMITS = ((b"[{", 1 << 17), (b":", 1 << 18), (b",", 1 << 20))
 
 
-def _normalise(value: Any, path: str) -> Any:
+def check_limits(data: bytes | memoryview) -> None:
+    """Refuse JSON text that would take too much memory to parse.
+
+    Raises:
+        ValueError: more than 16 MiB, or too many containers, fields or values.
+    """
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{len(data)} bytes of JSON, more than the {MAX_BYTES} allowed")
+    text = bytes(data)
+    for signs, limit in LIMITS:
+        found = sum(text.count(sign) for sign in signs)
+        if found > limit:
+            raise ValueError(f"{found} of the characters {signs.decode()}, more than the {limit} allowed")
+
+
+def _normalise(value: Any, path: str, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -30,9 +54,9 @@ def _normalise(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(f"{path}: keys must be strings")
-        return {key: _normalise(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _normalise(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_normalise(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [_normalise(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise ValueError(f"{path}: {type(value).__name__} has no canonical form")
 
 
@@ -52,8 +76,9 @@ def loads(data: bytes) -> Any:
     """Decode canonical JSON and refuse every other encoding of the same value.
 
     Raises:
-        ValueError: not JSON, too deeply nested, or not byte-canonical.
+        ValueError: not JSON, beyond the limits, too deeply nested, or not byte-canonical.
     """
+    check_limits(data)
     try:
         value = json.loads(data.decode("utf-8"))
         again = dumps(value)

@@ -15,6 +15,7 @@ CodebookDtype = Literal["int8", "e4m3", "e5m2"]
 
 VQ_GROUP = 4
 VQ_WORDS = 256
+SERVED_GROUPS = (1, 4)
 
 
 class CodecSpec(SpecModel):
@@ -54,6 +55,6 @@ class CodecSpec(SpecModel):
         return (
             self.bits == 2
             and self.metadata == "fp16-bias"
-            and self.groups in (1, 4)
+            and self.groups in SERVED_GROUPS
             and (self.quantizer == "uniform" or (self.quantizer == "group_vq" and self.codebook == "int8"))
         )

@@ -85,6 +85,18 @@ class ModelGeometry(SpecModel):
     ropes: tuple[RopeSpec, ...] = ()
     layers: tuple[LayerGeometry, ...]
 
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelGeometry:
+        for layer in self.layers:
+            if layer.rope is not None and not 0 <= layer.rope < len(self.ropes):
+                raise ValueError(f"layer {layer.layer} names RoPE {layer.rope} of {len(self.ropes)}")
+            rope = self.rope_of(layer)
+            if layer.kind == "full" and rope is not None and rope.offset + rope.rotary_dims > layer.d_k:
+                raise ValueError(f"layer {layer.layer} turns {rope.rotary_dims} of {layer.d_k} channels")
+            if layer.kind == "full" and (layer.kv_heads == 0 or layer.q_heads % layer.kv_heads):
+                raise ValueError(f"layer {layer.layer} has {layer.q_heads} query heads for {layer.kv_heads} KV heads")
+        return self
+
     def rope_of(self, layer: LayerGeometry) -> RopeSpec | None:
         """Return the RoPE of a layer, or None for a layer without positions."""
         return None if layer.rope is None else self.ropes[layer.rope]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from kvcq.spec.base import SpecModel
+from kvcq.spec.base import NumberKey, SpecModel
 from kvcq.spec.files import FileEntry, Sha256, TensorEntry
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import LayerPlan
 from kvcq.spec.recipe import Recipe
+
+NoteKey = Annotated[str, StringConstraints(pattern=r"^layers\.(0|[1-9][0-9]{0,14})\.[a-z][a-z_0-9]{0,63}$")]
 
 
 class DataSource(SpecModel):
@@ -68,7 +70,7 @@ class StatsHeader(SpecModel):
     seed: int
     dtype: str
     chunk: int
-    skipped: dict[str, str]
+    skipped: dict[NumberKey, str]
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     files: tuple[FileEntry, ...] = ()
@@ -100,7 +102,7 @@ class FitHeader(SpecModel):
     plan: tuple[LayerPlan, ...]
     tensors: tuple[TensorEntry, ...]
     tensors_digest: str
-    notes: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    notes: dict[NoteKey, tuple[float, ...]] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     files: tuple[FileEntry, ...] = ()

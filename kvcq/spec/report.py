@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvcq.spec.base import SpecModel
+from kvcq.spec.base import NumberKey, SpecModel
 from kvcq.spec.files import FileEntry, Sha256
 from kvcq.spec.header import DataSource
 from kvcq.spec.identity import Identity, Provenance
@@ -53,7 +53,7 @@ class AttentionMetrics(SpecModel):
 class ContextReport(SpecModel):
     """All layers at one context length."""
 
-    context: int
+    context: int = Field(ge=1)
     passages: int
     queries: int
     quantized_share: float
@@ -66,7 +66,7 @@ class LayerReport(SpecModel):
     `mean_ratio` is |mean k|^2 / variance of the keys, the largest over the KV heads.
     """
 
-    layer: int
+    layer: int = Field(ge=0)
     mean_ratio: float
     metrics: AttentionMetrics
     kl_heads: tuple[float, ...]
@@ -78,7 +78,7 @@ class BitsEntry(SpecModel):
     `total` = `codes` + `metadata` + `windows`; windows are the BF16 sink rows and the recent ring.
     """
 
-    context: int
+    context: int = Field(ge=1)
     codes: float
     metadata: float
     windows: float
@@ -91,7 +91,7 @@ class FoldDecision(SpecModel):
     `error` is the relative error of the folded module's output in float32; None where there is nothing to fold into.
     """
 
-    layer: int
+    layer: int = Field(ge=0)
     fold: bool
     error: float | None
     reason: str
@@ -122,12 +122,12 @@ class ArtifactReport(SpecModel):
     plan_digest: str | None = None
     windows: Windows
     target_context: int | None
-    bits: dict[str, float]
+    bits: dict[NumberKey, float]
     storage: tuple[BitsEntry, ...] = ()
     bytes_per_token: float | None = None
     constants_bytes: int | None = None
     quantized_layers: tuple[int, ...]
-    skipped_layers: dict[str, str]
+    skipped_layers: dict[NumberKey, str]
     contexts: tuple[ContextReport, ...]
     layers: tuple[LayerReport, ...]
     folds: tuple[FoldDecision, ...] = ()

@@ -11,6 +11,7 @@ from kvcq.transforms.threads import single_threaded
 
 # Two magnitudes this close count as equal for the sign rule: rounding must not choose between them.
 SIGN_TIE = 1e-9
+RANK_FLOOR = 1e-12
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
@@ -36,6 +37,15 @@ def eigh_sorted(matrix: Tensor, descending: bool = False) -> tuple[Tensor, Tenso
     if descending:
         values, vectors = values.flip(-1), vectors.flip(-1)
     return values, fix_signs(vectors)
+
+
+def effective_rank(matrix: Tensor) -> Tensor:
+    """Return how many eigenvalues of symmetric matrices [H, d, d] stand above the noise, [H] int64.
+
+    The floor is `RANK_FLOOR` of the largest: rows in float32 leave about 1e-14 in directions that they do not reach.
+    """
+    values, _ = eigh_sorted(matrix)
+    return (values > values[..., -1:].clamp_min(0) * RANK_FLOOR).sum(-1)
 
 
 def compose_oscar(vectors: Tensor, signs: Tensor | None = None) -> Tensor:

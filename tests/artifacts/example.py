@@ -95,7 +95,7 @@ def stats_header():
         geometry=geometry(),
         data=DATA,
         sequences=(ZERO,),
-        probe=(),
+        probe=(ZERO,),
         tokens=4096,
         longest=64,
         rows=8,
@@ -113,13 +113,16 @@ def make_stats(out: Path, force=False):
 
     rng = np.random.default_rng(1)
     moments = {
-        "layers.0.k_moment.hi": rng.integers(-9, 9, (HEADS, DIM, DIM)),
-        "layers.0.k_moment.lo": rng.integers(-9, 9, (HEADS, DIM, DIM)),
+        f"layers.{layer}.k_moment.{limb}": rng.integers(-9, 9, (HEADS, DIM, DIM))
+        for layer in (0, 1)
+        for limb in ("hi", "lo")
+    } | {
         "layers.0.k_min": rng.standard_normal((HEADS, DIM)).astype(np.float32),
     }
     samples = {
         "layers.0.rows.k": torch.from_numpy(rng.standard_normal((HEADS, 8, DIM))).to(torch.bfloat16),
-        "probe.0.layers.1.k": torch.ones(HEADS, 3, DIM, dtype=torch.float16).mT,
+        "probe.0.layers.1.k": torch.ones(HEADS, DIM, 3, dtype=torch.float16).mT,
+        "probe.0.positions": torch.arange(3, dtype=torch.int32),
         "rows.positions": torch.arange(8, dtype=torch.int32),
     }
     return write_stats(out, stats_header(), moments, samples, force)

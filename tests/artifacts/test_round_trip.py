@@ -41,7 +41,7 @@ def test_statistics_come_back_with_their_dtypes(chain):
     assert stats.moments["layers.0.k_moment.hi"].dtype == np.int64
     rows = stats.samples["layers.0.rows.k"]
     assert rows.dtype == torch.bfloat16 and rows.shape == (2, 8, 16)
-    assert torch.equal(stats.samples["probe.0.layers.1.k"], torch.ones(2, 16, 3, dtype=torch.float16))
+    assert torch.equal(stats.samples["probe.0.layers.1.k"], torch.ones(2, 3, 16, dtype=torch.float16))
     plain = json.loads((chain["stats"] / "stats.json").read_bytes())
     assert stats.digest == canonical.digest({key: plain[key] for key in plain if key != "digest"})
 

@@ -10,6 +10,7 @@ from kvcq.artifacts.archive import archive_chunks
 from kvcq.artifacts.verify import detect, verify
 from kvcq.errors import CorruptArtifactError, MismatchError
 from kvcq.spec import canonical
+from tests.artifacts.example import make_fit
 from tests.attacks.hostile import SEALED, copy, edit_header, relist
 
 FOLDERS = ["bundle", "fit", "stats", "report"]
@@ -102,6 +103,72 @@ def test_hostile_file_names_in_a_header_are_refused(chain, tmp_path, name):
         folder = copy(chain, kind, tmp_path / kind)
         edit_header(folder, kind, lambda header: header["files"][0].update(name=name))
         refused(folder, r"files\.0\.name")
+
+
+# Names that a person, a case-insensitive disk or a Unicode form would take for one of ours.
+ALIKE = ("KVCQ.JSON", "kvcq.jsоn", "ｋvcq.json", "kvcq.json ", ".kvcq.json", "kvcq.json.bak", "kvcq\u200b.json")
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_look_alike_files_are_unlisted_files(chain, tmp_path, name):
+    folder = copy(chain, "bundle", tmp_path)
+    (folder / name).write_bytes((folder / "kvcq.json").read_bytes())
+    refused(folder, "unlisted file")
+    (folder / "kvcq.json").unlink()
+    refused(folder, r"incomplete bundle: kvcq.json is missing")
+
+
+def test_two_forms_of_one_name_are_two_files(chain, tmp_path):
+    folder = copy(chain, "report", tmp_path)
+    for name in ("caf\u00e9.json", "cafe\u0301.json"):
+        (folder / name).write_bytes(b"{}")
+        refused(folder, "unlisted file")
+        (folder / name).unlink()
+    verify(folder)
+
+
+def test_a_hard_link_is_a_file_whose_content_must_match(chain, tmp_path):
+    """Caches share files by hard links, so they are allowed; what they lead to is hashed like everything else."""
+    folder = copy(chain, "bundle", tmp_path)
+    outside = tmp_path / "outside"
+    (folder / "README.md").rename(outside)
+    (folder / "README.md").hardlink_to(outside)
+    verify(folder)
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    (folder / "README.md").unlink()
+    (folder / "README.md").hardlink_to(secret)
+    refused(folder, "README.md is too long: 8 bytes of 7")
+
+
+def test_force_never_writes_through_a_hard_link(chain, tmp_path):
+    folder = copy(chain, "fit", tmp_path)
+    kept = tmp_path / "kept.json"
+    kept.hardlink_to(folder / "fit.json")
+    before = kept.read_bytes()
+    make_fit(folder, force=True, seed=5)
+    assert kept.read_bytes() == before != (folder / "fit.json").read_bytes()
+
+
+def test_devices_and_sockets_are_refused(chain, tmp_path):
+    import socket
+
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(CorruptArtifactError, match="not a regular file"):
+            verify(device)
+    folder = copy(chain, "bundle", tmp_path)
+    (folder / "README.md").unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "README.md"))
+        refused(folder, "folder or device 'README.md'")
+
+
+def test_a_link_to_the_whole_artifact_is_followed_and_one_inside_is_not(chain, tmp_path):
+    """The user names the artifact; the artifact names nothing outside."""
+    (tmp_path / "link").symlink_to(chain["bundle"])
+    verify(tmp_path / "link")
+    (tmp_path / "it.kvcq").symlink_to(chain["archive"])
+    refused(tmp_path / "it.kvcq", "symbolic link")
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -267,11 +334,20 @@ def test_hostile_archive_members_are_refused(chain, tmp_path, name):
         for member in ("kvcq.json", name):
             tar.add(chain["bundle"] / "kvcq.json", arcname=member, recursive=False)
     refused(path, "not a canonical kvcq archive")
-    with tarfile.open(path, "w") as tar:
-        info = tarfile.TarInfo("kvcq.json")
-        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(info)
-    refused(path, "not a canonical kvcq archive")
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+        with tarfile.open(path, "w") as tar:
+            info = tarfile.TarInfo("kvcq.json")
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        refused(path, "not a canonical kvcq archive")
+
+
+def test_an_error_never_steers_the_terminal(chain, tmp_path):
+    folder = copy(chain, "bundle", tmp_path / "\x1b]0;owned\x07\u202e")
+    (folder / "kvcq.json").write_bytes(b"{}")
+    with pytest.raises(CorruptArtifactError) as caught:
+        verify(folder)
+    assert str(caught.value).isprintable() and r"\x1b]0;owned\x07\u202e" in str(caught.value)
 
 
 def test_an_archive_of_another_kind_is_refused(chain, tmp_path):

@@ -6,10 +6,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from kvcq.artifacts.bundle import draft_manifest, write_bundle
 from kvcq.artifacts.fit_file import read_fit, write_fit
 from kvcq.artifacts.report_file import read_report
+from kvcq.artifacts.tensor_file import read_tensors
+from kvcq.artifacts.tensors import tensor_chunks
 from kvcq.artifacts.verify import verify
 from kvcq.errors import CorruptArtifactError
 from kvcq.spec.codec import CodecSpec
@@ -33,6 +36,12 @@ def put(name, function):
     return lambda tensors: tensors.update({name: function(tensors[name])})
 
 
+def scale_metric(factor):
+    """Turn a metric transform into one of another size, still inverted by its query side."""
+    query = "layers.0.k.query"
+    return lambda t: t.update({METRIC: t[METRIC] * np.float32(factor), query: t[query] / np.float32(factor)})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -45,6 +54,10 @@ def put(name, function):
         (put(ROTATION, np.zeros_like), "not orthogonal"),
         (put(METRIC, lambda t: t * np.float32(1.001)), "not inverted by its query side"),
         (put("layers.0.k.query", lambda t: t.swapaxes(-1, -2).copy()), "not inverted"),
+        (put(OFFSET, lambda t: t * 0 + np.float32(1e30)), "offset has values beyond 65504"),
+        (scale_metric(1e9), "transform has values beyond 65504"),
+        (poke(SCALE, 1e-42), "differs from its float16 centroids"),
+        (put("layers.1.v.codebook", lambda t: np.full_like(t, 0.5)), "words are all equal"),
         (poke(SCALE, 0.0), "scale that is not positive"),
         (poke(SCALE, -1.0), "scale that is not positive"),
         (put(SCALE, np.ones_like), "differs from its float16 centroids"),
@@ -88,10 +101,12 @@ def layer(header, index, **changes):
         (lambda h: h["plan"].reverse(), "one entry for each layer"),
         (lambda h: layer(h, 1, layer=0), "repeated or out of order"),
         (lambda h: layer(h, 0, kind="sliding"), r"layer 0 \(sliding\) cannot be quantized"),
-        (lambda h: layer(h, 0, kv_heads=0), "cannot be quantized"),
-        (lambda h: layer(h, 0, kv_heads=3), "cannot be quantized"),
+        (lambda h: layer(h, 0, kv_heads=0), "4 query heads for 0 KV heads"),
+        (lambda h: layer(h, 0, kv_heads=3), "4 query heads for 3 KV heads"),
         (lambda h: layer(h, 0, d_k=10**9), r"the plan calls for"),
         (lambda h: layer(h, 0, d_k=18), "does not split"),
+        (lambda h: layer(h, 0, d_k=8), "turns 16 of 8 channels"),
+        (lambda h: layer(h, 0, rope=7), "names RoPE 7 of 1"),
         (lambda h: layer(h, 0, d_v=0), "does not split"),
         (lambda h: h["plan"][1]["k"].update(groups=3), "does not split into 3 groups"),
         (lambda h: h["plan"][0]["v"].update(transform="metric"), "no metric transform"),
@@ -123,31 +138,59 @@ def test_a_tensor_file_with_other_names_than_its_index_is_refused(chain, tmp_pat
         verify(folder)
 
 
-@pytest.mark.parametrize("name", ["layers.7.k_min", "probe.0.layers.x.k", "layers.00x.k"])
-def test_statistics_of_unknown_layers_and_nan_are_refused(chain, tmp_path, name):
-    from kvcq.artifacts.tensors import tensor_chunks
-
-    folder = copy(chain, "stats", tmp_path)
-    for tensors, message in (
-        ({name: np.ones(3)}, "belongs to no layer"),
-        ({"layers.0.k_min": np.array([1.0, np.nan])}, "not finite"),
-    ):
-        (folder / "moments.safetensors").write_bytes(b"".join(tensor_chunks(tensors)))
-        relist(folder, "stats")
-        with pytest.raises(CorruptArtifactError, match=message):
-            verify(folder)
-
-
-def test_bfloat16_nan_in_samples_is_refused(chain, tmp_path):
-    import torch
-
-    from kvcq.artifacts.tensors import tensor_chunks
-
-    folder = copy(chain, "stats", tmp_path)
-    rows = {"layers.0.rows.k": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
-    (folder / "samples.safetensors").write_bytes(b"".join(tensor_chunks(rows)))
+def swap_stats(folder, changed, dropped=()):
+    """Put other arrays into statistics, sealed."""
+    moments = read_tensors(folder / "moments.safetensors", framework="pt")
+    for name in ("moments.safetensors", "samples.safetensors"):
+        tensors = read_tensors(folder / name, framework="pt")
+        mine = {key: value for key, value in changed.items() if (key in moments) == name.startswith("moments")}
+        kept = {key: value for key, value in (tensors | mine).items() if key not in dropped}
+        (folder / name).write_bytes(b"".join(tensor_chunks(kept)))
     relist(folder, "stats")
-    with pytest.raises(CorruptArtifactError, match="not finite"):
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers.7.rows.k": np.ones((2, 8, 16))}, "layers.7.rows.k belongs to no layer"),
+        ({"layers.2.rows.k": np.ones((2, 8, 16))}, "layers.2.rows.k belongs to no layer"),
+        ({"layers.00.rows.k": np.ones((2, 8, 16))}, "belongs to no layer"),
+        ({"probe.0.layers.x.k": np.ones((2, 3, 16))}, "belongs to no layer"),
+        ({"probe.1.positions": np.arange(3)}, "belongs to no layer"),
+        ({"surprise": np.ones(3)}, "belongs to no layer"),
+        ({"layers.0.k_min": np.full((2, 16), np.nan)}, "k_min has values that are not finite"),
+        ({"layers.0.rows.k": torch.full((2, 8, 16), torch.nan, dtype=torch.bfloat16)}, "not finite"),
+        ({"layers.0.k_moment.hi": np.ones((2, 17, 17), np.int64)}, r"shape \[2, 17, 17\]"),
+        ({"layers.0.rows.k": np.ones((2, 9, 16))}, "unlike the model's heads"),
+        ({"layers.0.rows.q": np.ones((2, 8, 16))}, "unlike the model's heads"),
+        ({"probe.0.layers.1.k": np.ones((2, 4, 16))}, "unlike the model's heads"),
+        ({"probe.0.positions": np.ones((3, 1), np.int32)}, "unlike the model's heads"),
+        ({"rows.positions": np.arange(8.0)}, "not whole numbers"),
+        ({"rows.positions": np.arange(8) - 1}, "points beyond"),
+        ({"rows.sequence": np.arange(8)}, "points beyond 1 entries"),
+        ({"rows.sequence": np.zeros(7, np.int32)}, "different numbers of entries"),
+        ({"probe.0.q_index": np.array([3])}, "points beyond 3 entries"),
+    ],
+)
+def test_statistics_that_do_not_fit_their_header_are_refused(chain, tmp_path, changed, message):
+    folder = copy(chain, "stats", tmp_path)
+    swap_stats(folder, changed)
+    with pytest.raises(CorruptArtifactError, match=message):
+        verify(folder)
+
+
+def test_statistics_without_the_moments_of_a_layer_are_refused(chain, tmp_path):
+    folder = copy(chain, "stats", tmp_path)
+    swap_stats(folder, {}, dropped=("layers.1.k_moment.hi",))
+    with pytest.raises(CorruptArtifactError, match="layer 1 has no moments"):
+        verify(folder)
+
+
+def test_claimed_shapes_take_no_memory(chain, tmp_path):
+    """A geometry of a million channels is refused by the tensors beside it, before anything is allocated."""
+    folder = copy(chain, "stats", tmp_path)
+    edit_header(folder, "stats", lambda header: layer(header, 0, d_k=10**6, kv_heads=10**6, q_heads=10**6))
+    with pytest.raises(CorruptArtifactError, match="unlike the model's heads"):
         verify(folder)
 
 

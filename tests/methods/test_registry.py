@@ -137,11 +137,12 @@ def test_bf16_changes_nothing() -> None:
 
 
 def test_layers_that_a_method_cannot_code_are_refused() -> None:
-    odd = anisotropic(heads=1, d=6, tokens=64)
+    odd = anisotropic(heads=1, d=6, tokens=64).geometry
     with pytest.raises(UnsupportedError, match="head dimension 6"):
-        registry.create("nova").fit_layer(odd, FitContext())
-    with pytest.raises(InputError, match="does not divide"):
-        registry.create("oscar", {"groups": 4}).fit_layer(odd, FitContext())
+        registry.create("nova").check(odd)
+    with pytest.raises(InputError, match=r"use groups=1 \(6 channels each\); to compare only: 2, 3, 6"):
+        registry.create("oscar", {"groups": 4}).check(odd)
+    registry.create("bf16").check(odd)
 
 
 def test_methods_that_need_rows_say_so() -> None:

@@ -19,6 +19,7 @@ from kvcq.pipeline.pack import pack
 from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.requests import PackRequest
 from kvcq.spec.identity import Provenance
+from tests.attacks.hostile import edit_header
 from tests.chain import World, contents
 from tests.pipeline.test_fit_options import Listener
 from tests.tiny import save_tiny, tiny_model
@@ -112,6 +113,26 @@ def test_equal_shapes_are_not_equal_weights_and_report_and_pack_say_so(world: Wo
     listener = Listener()
     pack(PackRequest(fit=world.fits["nova"], report=report, out=tmp_path / "nova.kvcq"), listener)
     assert any("other weights" in line for line in listener.warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda g: g["ropes"][0].update(sense=-1), "rope.sense is -1, the model has 1"),
+        (lambda g: g["ropes"][0].update(pairing="interleaved"), "rope.pairing is interleaved"),
+        (lambda g: g["ropes"][0]["inv_freq"].reverse(), "rope.inv_freq"),
+        (lambda g: g["layers"][2].update(rope=None), "rope is True"),
+        (lambda g: g["layers"][1].update(q_heads=2), "q_heads is 2, the model has 4"),
+    ],
+)
+def test_an_artifact_in_another_frame_is_refused(world: World, tmp_path: Path, change, says: str) -> None:
+    """Sealed by hand with the identity of the right model: what is measured is what counts."""
+    fit = shutil.copytree(world.fits["oscar"], tmp_path / "forged")
+    edit_header(fit, "fit", lambda header: change(header["geometry"]))
+    verify(fit)
+    with pytest.raises(MismatchError, match=says) as caught:
+        world.validate(tmp_path / "report", fit)
+    assert caught.value.exit_code == 5 and "forged, layer" in str(caught.value)
 
 
 def test_a_copy_of_the_same_files_is_the_same_model(world: World, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from kvcq.reports import manifest_text, print_manifest, print_report, report_text
 from tests.reports.sample import METHODS, artifact, reference, sample_manifest, sample_report
 
-ORDER = ["FAIL", "Bits per element", "Bytes per token", "Fidelity against", "Worst layers", "Kept in BF16", "Warnings",
+ORDER = ["FAIL", "Bits per element", "Bytes per token", "Fidelity against", "Keys read from codes", "Worst layers",
+         "Layers of nova at 8k, worst first", "Kept in BF16", "Value rotation undone", "Warnings",
          "Reproduce"]  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def test_the_verdict_comes_first_and_the_order_is_kept(width):
 
 def test_artifacts_stand_side_by_side_at_every_context():
     text = report_text(sample_report(), width=80)
-    fidelity = text[text.index("Fidelity") : text.index("Worst layers")]
+    fidelity = text[text.index("Fidelity") : text.index("Keys read")]
     blocks = fidelity.split("Context ")[1:]
     assert [block.split()[0] for block in blocks] == ["2k", "4k", "8k"]
     for block in blocks:
