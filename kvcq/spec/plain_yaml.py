@@ -49,7 +49,11 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise ValueError(f"{len(text)} characters, more than the {MAX_BYTES} allowed")
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:

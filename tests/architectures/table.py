@@ -99,7 +99,7 @@ REFUSED = {
     "deepseek_v3": "MLA latent cache is not supported",
     "jetmoe": "4 KV heads, the configuration says 2",
     "diffllama": "calls attention 2 times a forward|its own attention code path",
-    "mistral": "all are sliding",
+    "mistral": "all layers are sliding",
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu", "deepseek_v32", "glm_moe_dsa")
 
