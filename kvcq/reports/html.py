@@ -133,7 +133,11 @@ def _chart_table(report: Report) -> Table:
 
 def _heat_table(artifact: ArtifactReport) -> Table:
     heads = max((len(row.kl_heads) for row in artifact.layers), default=0)
-    columns = (Column("Layer"), Column("Mean"), *(Column(f"h{head}", f"Query head {head}") for head in range(heads)))
+    columns = (
+        Column("Layer", numeric=False),
+        Column("Mean"),
+        *(Column(f"h{head}", f"Query head {head}") for head in range(heads)),
+    )
     values = {row.layer: [number(row.metrics.kl), *map(number, row.kl_heads)] for row in artifact.layers}
     values |= {layer: ["BF16"] for layer in skipped(artifact) if layer not in values}
     rows = [

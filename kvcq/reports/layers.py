@@ -13,7 +13,7 @@ from kvcq.spec.report import ArtifactReport, FoldDecision, LayerReport, Report
 LARGE_MEAN = 4.0
 
 COLUMNS = (
-    Column("Layer", "Layer id of the model"),
+    Column("Layer", "Layer id of the model", numeric=False),
     Column("KL", "Mean KL of the attention weights over the layer's heads and queries, in nats"),
     Column("Top-1", "Queries whose strongest key is unchanged"),
     Column("Keys", "Relative squared error of the coded keys"),
@@ -60,7 +60,7 @@ def _row(row: LayerReport, kept: dict[int, str], folds: dict[int, FoldDecision])
 def head_table(artifact: ArtifactReport, count: int = 10) -> Table:
     """The query heads of an artifact that lose most, the worst first."""
     columns = (
-        Column("Layer"),
+        Column("Layer", numeric=False),
         Column("Query head"),
         Column("KL", "Mean KL of the head, in nats"),
         Column("× layer mean"),
