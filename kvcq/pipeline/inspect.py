@@ -108,7 +108,7 @@ def _notes(header: FitHeader) -> list[tuple[str, str]]:
     layers: dict[int, list[str]] = {}
     for key, values in sorted(header.notes.items()):
         _, layer, name = key.split(".", 2)
-        layers.setdefault(int(layer), []).append(f"{name} {' '.join(f'{value:.3g}' for value in values)}")
+        layers.setdefault(int(layer), []).append(f"{name} {' '.join(f'{value:.4g}' for value in values)}")
     return [(f"layer {layer}", ", ".join(layers[layer])) for layer in sorted(layers)]
 
 

@@ -49,11 +49,7 @@ def load_yaml(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise ValueError(f"{len(text)} characters, more than the {MAX_BYTES} allowed")
     try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return _Loader(text).get_single_data()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
@@ -61,5 +57,5 @@ def load_yaml(text: str) -> Any:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable text"
         raise ValueError(f"{problem} in line {mark.line + 1}" if mark is not None else problem) from None
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        # PyYAML itself fails on a date such as 2020-13-45 and on a value key such as {=: 1}.
+        # PyYAML itself fails on a date such as 2020-13-45.
         raise ValueError(f"unreadable value: {error}") from None
