@@ -65,7 +65,9 @@ def draft_manifest(fit: FitArtifact, report: ReportArtifact) -> Manifest:
     if row is None:
         raise MismatchError("the report does not cover this fit", fix="validate this fit and pack again")
     if row.canary is None or row.constants_bytes is None:
-        raise InputError(f"the report's row {row.name} has no canary or storage", fix="validate again")
+        raise InputError(
+            f"the report has no canary of {row.name}", where="--report", fix="validate it again, without --no-canary"
+        )
     return Manifest(
         kvcq=__version__,
         recipe=header.recipe,

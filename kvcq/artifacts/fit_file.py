@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcq.artifacts.integrity import Files, open_files
-from kvcq.artifacts.kinds import MANIFESTS
+from kvcq.artifacts.kinds import MANIFESTS, require_kind
 from kvcq.artifacts.layout import MAX_HEADER, data_bytes
 from kvcq.artifacts.seal import decode, encode, seal
 from kvcq.artifacts.semantics import check_index, check_values
@@ -63,7 +63,9 @@ def read_fit(path: Path) -> FitArtifact:
         CorruptArtifactError: anything altered, truncated, missing, unlisted, or tensors that do not fit the plan.
         MismatchError: another format version.
     """
-    return load_fit(open_files(path))
+    files = open_files(path)
+    require_kind(set(files.sizes), "fit", path)
+    return load_fit(files)
 
 
 def load_fit(files: Files) -> FitArtifact:

@@ -38,6 +38,19 @@ def size_cap(name: str) -> int:
     return SIZE_CAPS.get(Path(name).suffix, MIB)
 
 
+def require_kind(names: set[str], wanted: Kind, where: Path) -> None:
+    """Tell an artifact of another kind apart from a damaged one.
+
+    Raises:
+        InputError: another kind's manifest is there, and the wanted one's is not.
+    """
+    if MANIFESTS[wanted] in names:
+        return
+    for kind, manifest in MANIFESTS.items():
+        if manifest in names:
+            raise InputError(f"this is a {kind} folder, not {wanted}", where=where, fix=f"give the {wanted} folder")
+
+
 def kind_of(names: set[str], where: Path) -> Kind:
     """Recognise the kind of an artifact by its file names.
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from kvcq.artifacts.integrity import Files, open_files
-from kvcq.artifacts.kinds import MANIFESTS
+from kvcq.artifacts.kinds import MANIFESTS, require_kind
 from kvcq.artifacts.seal import decode, encode, seal
 from kvcq.artifacts.semantics import check_finite
 from kvcq.artifacts.store import Staging
@@ -95,7 +95,9 @@ def read_report(path: Path) -> ReportArtifact:
         CorruptArtifactError: anything altered, truncated, missing or unlisted.
         MismatchError: another format version.
     """
-    return load_report(open_files(path))
+    files = open_files(path)
+    require_kind(set(files.sizes), "report", path)
+    return load_report(files)
 
 
 def load_report(files: Files) -> ReportArtifact:

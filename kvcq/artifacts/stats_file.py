@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvcq.artifacts.integrity import Files, open_files
-from kvcq.artifacts.kinds import MANIFESTS
+from kvcq.artifacts.kinds import MANIFESTS, require_kind
 from kvcq.artifacts.seal import decode, encode, seal
 from kvcq.artifacts.semantics import check_finite
 from kvcq.artifacts.stats_semantics import check_stats
@@ -70,7 +70,9 @@ def read_stats(path: Path) -> StatsArtifact:
         CorruptArtifactError: anything altered, truncated, missing or unlisted, tensors of unknown layers, NaN.
         MismatchError: another format version.
     """
-    return load_stats(open_files(path))
+    files = open_files(path)
+    require_kind(set(files.sizes), "stats", path)
+    return load_stats(files)
 
 
 def read_stats_header(path: Path) -> StatsHeader:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL = 10.0
 PIPE_WIDTH = 110
+LEAST_WIDTH = 96
 
 
 def tolerate_any_locale() -> None:

@@ -27,6 +27,7 @@ from kvcq.spec.base import SpecModel
 from kvcq.spec.plain_yaml import read_yaml
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult
 
+REFERENCE = "bf16 reference"
 METRICS = (*AttentionMetrics.model_fields, "quantized_share", "bits")
 
 
@@ -87,6 +88,33 @@ def load_gates(path: Path) -> tuple[Gate, ...]:
     if not isinstance(entries, list) or not entries or len(document) != 1:
         raise InputError("not a gates file", where=path, fix="write one key `gates` with a non-empty list")
     return tuple(_gate(entry, f"{path}, gate {number}") for number, entry in enumerate(entries, 1))
+
+
+def check_gates(gates: Sequence[Gate], names: Sequence[str], contexts: Sequence[int]) -> None:
+    """Refuse gates that could not be judged after the measurement, before it.
+
+    Args:
+        gates: The gates.
+        names: Artifacts that will be measured.
+        contexts: Context lengths at which attention will be measured.
+
+    Raises:
+        InputError: a gate names another artifact, or a metric of attention at another context.
+    """
+    for gate in gates:
+        missing = sorted(set(gate.artifacts or ()) - {*names, REFERENCE})
+        if missing:
+            raise InputError(
+                f"the gate on {gate.metric} names {', '.join(missing)}",
+                where="--gates",
+                fix=f"artifacts of this run: {', '.join(names)}",
+            )
+        if gate.metric != "bits" and gate.context != "max" and gate.context not in contexts:
+            raise InputError(
+                f"the gate on {gate.metric} needs context {gate.context}",
+                where="--gates",
+                fix=f"measured: {', '.join(map(str, sorted(contexts)))}",
+            )
 
 
 def apply_gates(gates: Sequence[Gate], artifacts: Sequence[ArtifactReport]) -> tuple[GateResult, ...]:

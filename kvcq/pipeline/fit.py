@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvcq.pipeline.recipes import apply_settings, load_recipe, resolve
 from kvcq.pipeline.requests import FitRequest
 from kvcq.pipeline.result import aligned
 from kvcq.pipeline.versions import versions
+from kvcq.spec.codec import VQ_WORDS
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.header import FitHeader, StatsHeader
 from kvcq.spec.plan import LayerPlan
@@ -33,6 +35,7 @@ from kvcq.stats.view import LayerStats
 from kvcq.transforms.spectral import effective_rank
 
 FP16_MAX = 65504.0
+GOOD_ROWS = 8 * VQ_WORDS
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,13 @@ def check_layers(recipe: Recipe, header: StatsHeader) -> None:
     unknown = sorted(set(recipe.skip_layers) - known)
     if unknown:
         raise InputError(f"the model has no layer {unknown[0]}", where="skip_layers", fix=f"layers are 0..{max(known)}")
+    longest = header.geometry.max_positions
+    if recipe.target_context is not None and longest is not None and recipe.target_context > longest:
+        raise InputError(
+            f"target context {recipe.target_context} is beyond the model's {longest} positions",
+            where="--target-context",
+            fix=f"give at most {longest}",
+        )
     if recipe.target_context is not None and recipe.target_context <= recipe.windows.sink:
         raise InputError(
             f"target context {recipe.target_context} lies inside the {recipe.windows.sink} sink tokens",
@@ -193,6 +203,7 @@ def fit_layers(
         costs = {layer: notes[name] for layer, name in names.items() if name in notes}
         warnings += sharing_warnings(costs)
     warnings += position_warnings(header, recipe)
+    warnings += codebook_warnings(notes)
     for warning in warnings:
         reporter.warn(warning)
     index = tensor_index(tensors)
@@ -285,4 +296,15 @@ def position_warnings(header: StatsHeader, recipe: Recipe) -> list[str]:
     return [
         f"target context {target} exceeds twice the collected length {header.longest}: the attention-output "
         "moment and the sink mass are those of the shorter context; collect longer sequences to be sure"
+    ]
+
+
+def codebook_warnings(notes: Mapping[str, tuple[float, ...]]) -> list[str]:
+    """Warn of codebooks learned from few rows: poor words, and words that repeat calibration rows."""
+    rows = min((values[0] for key, values in notes.items() if key.endswith(".codebook_rows")), default=math.inf)
+    if rows >= GOOD_ROWS:
+        return []
+    return [
+        f"{rows:.0f} sampled rows stand behind {VQ_WORDS} words a codebook: collect more tokens and --rows of at least "
+        f"{GOOD_ROWS}; words may also repeat calibration rows, so treat this fit as private as the text"
     ]

@@ -114,6 +114,11 @@ def _notes(header: FitHeader) -> list[tuple[str, str]]:
 
 def _bundle(manifest: Manifest) -> list[tuple[str, str]]:
     rows = _fitted(manifest)
+    gates = manifest.validation.gates
+    if gates:
+        failed = [f"{gate.metric} {gate.value:.4g} at {gate.context}" for gate in gates if not gate.passed]
+        passed = f"{len(gates) - len(failed)} of {len(gates)} passed"
+        rows.append(("gates", passed + (f"; failed: {', '.join(failed)}" if failed else "")))
     rows += [
         (
             f"bits at {entry.context}",

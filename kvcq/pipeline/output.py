@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from kvcq.artifacts.claim import check_target, claim
+from kvcq.artifacts.verify import detect
+from kvcq.errors import CorruptArtifactError, InputError
 
 
 class Writes(Protocol):
@@ -26,6 +28,10 @@ class Writes(Protocol):
         """Write nothing."""
 
 
+# What each verb writes, and the fields of requests that name artifacts it reads.
+KINDS = {"collect": "stats", "merge": "stats", "fit": "fit", "validate": "report", "pack": "bundle"}
+INPUTS = ("stats", "fit", "report", "artifacts", "shards")
+
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -35,12 +41,14 @@ def exclusive(verb: Verb) -> Verb:
     A dry run checks the output and claims nothing.
 
     Raises:
-        InputError: the output exists and may not be replaced, or another process is writing it.
+        InputError: the output exists and may not be replaced, is one of the inputs, or another process writes it.
     """
 
     @wraps(verb)
     def guarded(request: Writes, *args: Any, **kwargs: Any) -> Any:
         check_target(request.out, request.force)
+        check_apart(request)
+        check_kind(request.out, KINDS[verb.__name__])
         if request.dry_run:
             return verb(request, *args, **kwargs)
         with claim(request.out):
@@ -48,3 +56,36 @@ def exclusive(verb: Verb) -> Verb:
             return verb(request, *args, **kwargs)
 
     return cast(Verb, guarded)
+
+
+def check_apart(request: Writes) -> None:
+    """Refuse to replace what the verb reads.
+
+    Raises:
+        InputError: the output is an input, contains one, or lies inside one.
+    """
+    out = request.out.resolve()
+    for field in INPUTS:
+        value = getattr(request, field, ())
+        for path in value if isinstance(value, tuple) else (value,):
+            given = Path(path).resolve()
+            if out == given or out in given.parents or given in out.parents:
+                raise InputError(
+                    f"the output would replace the input {path}", where="--out", fix="choose another --out"
+                )
+
+
+def check_kind(out: Path, kind: str) -> None:
+    """Let ``--force`` replace an artifact by one of its own kind only; a damaged one may go.
+
+    Raises:
+        InputError: an intact-looking artifact of another kind is there.
+    """
+    if not out.exists():
+        return
+    try:
+        found = detect(out)
+    except (CorruptArtifactError, InputError):
+        return
+    if found != kind:
+        raise InputError(f"{out.name} holds {found}, not {kind}", where="--out", fix="choose another --out")

@@ -46,6 +46,7 @@ class QuickstartResult:
         return "\n".join(
             [
                 f"report: {self.validated.path}/report.html",
+                f"only {PACKED} has a canary in this report; to pack another, validate it again",
                 f"bundle: {self.bundle} (verified, digest {self.digest[:16]})",
                 "",
                 *aligned(rows),

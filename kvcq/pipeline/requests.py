@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,22 @@ Template = Literal["auto", "chat", "raw"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRequest:
+class Request:
+    """Base of all requests: fields that hold paths take strings too."""
+
+    def __post_init__(self) -> None:
+        """Turn strings into paths where a field holds paths."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if "Path" in str(field.type):
+                if isinstance(value, str):
+                    object.__setattr__(self, field.name, Path(value))
+                elif isinstance(value, tuple | list):
+                    object.__setattr__(self, field.name, tuple(Path(item) for item in value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(Request):
     """How to load the model.
 
     Attributes:
@@ -87,7 +102,7 @@ class CollectRequest(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeRequest:
+class MergeRequest(Request):
     """Join the shards of one collection into the statistics that a single run would have written.
 
     Attributes:
@@ -102,7 +117,7 @@ class MergeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRequest:
+class FitRequest(Request):
     """Fit a method's transforms and codebooks to statistics; needs no model.
 
     Attributes:
@@ -159,7 +174,7 @@ class ValidateRequest(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackRequest:
+class PackRequest(Request):
     """Seal a fit and its report into a bundle; computes nothing new.
 
     Attributes:
@@ -178,7 +193,7 @@ class PackRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartRequest:
+class QuickstartRequest(Request):
     """The whole chain on a small real model.
 
     Attributes:

@@ -16,7 +16,7 @@ from kvcq.data.documents import check_sources
 from kvcq.errors import InputError
 from kvcq.evaluation.attention import check_context
 from kvcq.evaluation.canary import CanaryRecord
-from kvcq.evaluation.gates import apply_gates, load_gates
+from kvcq.evaluation.gates import REFERENCE, apply_gates, check_gates, load_gates
 from kvcq.evaluation.pool import LayerSample, pool_context, pool_layer
 from kvcq.evaluation.warnings import centring_warnings, collapse_warnings, context_warnings
 from kvcq.pipeline.measure import Samples, check_canary, decide_folds, measure_passage, record_canary
@@ -77,6 +77,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     contexts = tuple(sorted(set(request.contexts)))
     for subject in subjects:
         check_context(contexts[0], subject.windows)
+    check_gates(gates, [subject.name for subject in subjects], contexts)
     loaded = open_model(request, reporter, longest=contexts[-1])
     origins: dict[str, tuple[str, ...]] = {}
     for subject in subjects:
@@ -125,10 +126,10 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     if request.canary != ():
         reporter.stage("recording the canary")
         exact_logits: dict[bytes, torch.Tensor] = {}
-        for number, (subject, own) in enumerate(zip(subjects, codecs, strict=True), start=1):
-            if wants_canary(request, subject):
-                canaries[subject.name] = record_canary(loaded, subject, own, exact_logits)
-            reporter.advance(number, len(subjects), "artifacts")
+        wanted = [pair for pair in zip(subjects, codecs, strict=True) if wants_canary(request, pair[0])]
+        for number, (subject, own) in enumerate(wanted, start=1):
+            canaries[subject.name] = record_canary(loaded, subject, own, exact_logits)
+            reporter.advance(number, len(wanted), "artifacts")
 
     rows = [bf16_row(geometry, subjects[0].windows, contexts, samples[0])]
     for number, (subject, own_samples) in enumerate(zip(subjects, samples[1:], strict=True)):
@@ -168,7 +169,7 @@ def bf16_row(
     plan = tuple(LayerPlan(layer=layer.layer, reason="reference") for layer in geometry.layers)
     storage = tuple(bits_per_element(plan, geometry, windows, context) for context in storage_contexts(contexts))
     return ArtifactReport(
-        name="bf16 reference",
+        name=REFERENCE,
         method="bf16",
         tensors_digest=None,
         windows=windows,

@@ -85,14 +85,12 @@ def test_a_damaged_file_is_one_line_with_the_way_out(world: World, tmp_path: Pat
 
 
 def test_packing_over_its_own_source_is_safe(world: World, tmp_path: Path, refused) -> None:
-    """The output is the folder that the fit is read from: all bytes are in memory before the folder is replaced."""
+    """The output is the folder that the fit is read from: refused, with --force too."""
     source = shutil.copytree(world.fits["nova"], tmp_path / "same.kvcq")
     before = contents(source)
     refused(2, "pack", source, "--report", world.report, "--out", source, "-q")
+    refused(2, "pack", source, "--report", world.report, "--out", source, "--force", "-q")
     assert contents(source) == before
-    assert execute(["pack", str(source), "--report", str(world.report), "--out", str(source), "--force", "-q"]) == 0
-    assert contents(source) == contents(world.folder / "nova.kvcq")
-    assert [path.name for path in tmp_path.iterdir()] == ["same.kvcq"]
 
 
 @pytest.mark.parametrize("archive", [False, True])

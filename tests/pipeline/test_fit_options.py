@@ -176,5 +176,5 @@ def test_dry_run_writes_nothing(world: World, tmp_path: Path) -> None:
 
 def test_progress_is_told_stage_by_stage(world: World, tmp_path: Path) -> None:
     listener = Listener()
-    fit(FitRequest(stats=world.stats, out=tmp_path / "fit", method="oscar", target_context=1024), listener)
+    fit(FitRequest(stats=world.stats, out=tmp_path / "fit", method="oscar", target_context=500), listener)
     assert listener.stages == ["reading statistics stats", "fitting oscar"] and "exceeds twice" in listener.warnings[-1]

@@ -15,9 +15,10 @@ from kvcq.errors import CorruptArtifactError, EvaluationError, InputError, KvcqE
 from kvcq.methods.nova import Nova
 from kvcq.pipeline import subjects
 from kvcq.pipeline import validate as validate_module
+from kvcq.pipeline.fit import fit
 from kvcq.pipeline.pack import pack
 from kvcq.pipeline.progress import SILENT
-from kvcq.pipeline.requests import PackRequest
+from kvcq.pipeline.requests import FitRequest, PackRequest
 from kvcq.spec.identity import Provenance
 from tests.attacks.hostile import edit_header
 from tests.chain import World, contents
@@ -290,3 +291,43 @@ def test_no_artifact_is_refused() -> None:
     with pytest.raises(InputError, match="no artifact"):
         subjects.open_subjects([])
     SILENT.stage("silence is a reporter too")
+
+
+def test_an_output_never_replaces_an_input_or_another_kind(world: World, tmp_path: Path) -> None:
+    stats = shutil.copytree(world.stats, tmp_path / "stats")
+    before = contents(stats)
+    for out in (stats, stats / "inside"):
+        with pytest.raises(InputError, match="would replace the input"):
+            fit(FitRequest(stats=stats, out=out, method="naive-int2", force=True))
+    with pytest.raises(InputError, match="holds stats, not fit"):
+        world.fit(stats, "naive-int2", force=True)
+    assert contents(stats) == before
+
+
+def test_another_kind_of_folder_is_named(world: World, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="this is a fit folder, not stats"):
+        fit(FitRequest(stats=world.fits["nova"], out=tmp_path / "fit", method="oscar"))
+    with pytest.raises(InputError, match="this is a report folder, not fit"):
+        pack(PackRequest(fit=world.report, report=world.report, out=tmp_path / "it.kvcq"))
+
+
+def test_requests_take_strings_for_paths(tmp_path: Path) -> None:
+    request = validate_module.ValidateRequest(artifacts=("a", "b"), model="m", data=("d",), out="report")  # type: ignore[arg-type]
+    assert request.artifacts == (Path("a"), Path("b")) and request.out == Path("report")
+    assert request.data == ("d",) and request.gates is None
+
+
+@pytest.mark.parametrize("gate", ["{metric: kl, context: 4096, max: 1}", "{metric: kl, max: 1, artifacts: [zz]}"])
+def test_gates_that_cannot_be_judged_are_refused_in_a_dry_run(world: World, tmp_path: Path, gate: str) -> None:
+    gates = tmp_path / "gates.yaml"
+    gates.write_text(f"gates: [{gate}]")
+    with pytest.raises(InputError, match="the gate on kl"):
+        world.validate(tmp_path / "report", world.fits["nova"], gates=gates, dry_run=True)
+
+
+def test_a_target_beyond_the_model_and_few_rows_are_told(world: World, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="beyond the model's 512 positions"):
+        world.fit(tmp_path / "fit", "oscar", target_context=513)
+    listener = Listener()
+    fit(FitRequest(stats=world.stats, out=tmp_path / "fit", method="nova", settings=("iterations=1",)), listener)
+    assert any("sampled rows stand behind 256 words" in line for line in listener.warnings)
