@@ -22,15 +22,15 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def main(paths: list[str]) -> int:
-    root = Path(__file__).resolve().parents[2]
-    with tempfile.TemporaryDirectory() as folder:
-        # Documents refer to example files by their place in the repository.
-        (Path(folder) / "examples").symlink_to(root / "examples")
-        for path in paths:
-            found = blocks(Path(path).read_text(encoding="utf-8"))
-            if not found:
-                print(f"{path}: no block is marked <!-- run -->", file=sys.stderr)
-                return 1
+    """Run each document in a folder of its own; return the code of the first block that fails, or 0."""
+    for path in paths:
+        found = blocks(Path(path).read_text(encoding="utf-8"))
+        if not found:
+            print(f"{path}: no block is marked <!-- run -->", file=sys.stderr)
+            return 1
+        with tempfile.TemporaryDirectory() as folder:
+            # Documents refer to example files by their place in the repository.
+            (Path(folder) / "examples").symlink_to(Path(__file__).resolve().parents[2] / "examples")
             for language, block in found:
                 print(f"\n[{language}]\n{block.rstrip()}", flush=True)
                 start = time.monotonic()
