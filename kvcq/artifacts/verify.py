@@ -11,7 +11,7 @@ from kvcq.artifacts.integrity import open_files
 from kvcq.artifacts.kinds import AGAIN, MANIFESTS, Kind, kind_of
 from kvcq.artifacts.report_file import ReportArtifact, load_report
 from kvcq.artifacts.stats_file import StatsArtifact, load_stats
-from kvcq.errors import CorruptArtifactError, MismatchError
+from kvcq.errors import CorruptArtifactError
 
 Artifact = StatsArtifact | FitArtifact | ReportArtifact | Bundle
 
@@ -35,16 +35,6 @@ class Intact:
     files: int
     size: int
     archive: bool
-
-
-@dataclass(frozen=True)
-class Broken:
-    """An artifact that failed a check, and the error that `verify` raises for it."""
-
-    error: CorruptArtifactError | MismatchError
-
-
-VerifyResult = Intact | Broken
 
 
 def detect(path: Path) -> Kind:
@@ -71,14 +61,6 @@ def read_any(path: Path) -> Artifact:
 def verify(path: Path) -> Intact:
     """Check an artifact of any kind; see `read_any` for what is raised."""
     return _read(Path(path))[1]
-
-
-def examine(path: Path) -> VerifyResult:
-    """Check an artifact of any kind and return the outcome instead of raising; InputError still raises."""
-    try:
-        return verify(path)
-    except (CorruptArtifactError, MismatchError) as error:
-        return Broken(error)
 
 
 def _read(path: Path) -> tuple[Artifact, Intact]:

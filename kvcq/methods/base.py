@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,17 +19,12 @@ if TYPE_CHECKING:
     from kvcq.stats.view import LayerStats
 
 
-def silent(message: str) -> None:
-    """Drop a message."""
-
-
 @dataclass(frozen=True)
 class FitContext:
-    """What all layers of one fit share: the recipe's seed and windows, and where progress messages go."""
+    """What all layers of one fit share: the recipe's seed and windows."""
 
     seed: int = 0
     windows: Windows = field(default_factory=Windows)
-    notify: Callable[[str], None] = silent
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,6 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report_view(report, ascii_only=ascii_only), crop=False)
 
 
-def print_manifest(manifest: Manifest, console: Console) -> None:
-    """Print what a bundle is and how good it is."""
-    ascii_only = not console.encoding.lower().startswith("utf")
-    console.print(manifest_view(manifest, ascii_only=ascii_only), crop=False)
-
-
 def report_text(report: Report, *, width: int = 100, ascii_only: bool = False) -> str:
     """Return the report as plain text without any escape sequence."""
     return _plain(report_view(report, ascii_only=ascii_only), width)

@@ -9,8 +9,8 @@ from kvcq.artifacts.diff import diff
 from kvcq.artifacts.fit_file import read_fit, write_fit
 from kvcq.artifacts.report_file import read_report, write_report
 from kvcq.artifacts.stats_file import read_stats
-from kvcq.artifacts.verify import Broken, Intact, detect, examine, read_any, verify
-from kvcq.errors import InputError, MismatchError
+from kvcq.artifacts.verify import Intact, detect, read_any, verify
+from kvcq.errors import CorruptArtifactError, InputError, MismatchError
 from kvcq.spec import canonical
 from tests.artifacts import example
 
@@ -30,7 +30,6 @@ def test_every_kind_is_detected_and_verifies(chain):
         wanted = "bundle" if kind == "archive" else kind
         assert detect(path) == wanted
         outcome = verify(path)
-        assert outcome == examine(path)
         assert isinstance(outcome, Intact)
         assert (outcome.kind, outcome.archive) == (wanted, kind == "archive")
         assert outcome.size == sum(map(len, content(path).values())) if path.is_dir() else outcome.size > 0
@@ -130,11 +129,11 @@ def test_other_paths_are_input_errors(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         verify(tmp_path / "absent")
     with pytest.raises(InputError, match="not a kvcq artifact"):
-        examine(tmp_path)
+        verify(tmp_path)
 
 
-def test_examine_reports_what_verify_raises(chain, tmp_path):
+def test_tensors_without_their_header_are_an_incomplete_fit(chain, tmp_path):
     (tmp_path / "tensors.safetensors").write_bytes(b"")
-    outcome = examine(tmp_path)
-    assert isinstance(outcome, Broken) and "incomplete fit: fit.json is missing" in str(outcome.error)
+    with pytest.raises(CorruptArtifactError, match=r"incomplete fit: fit\.json is missing"):
+        verify(tmp_path)
     assert type(read_any(chain["fit"])).__name__ == "FitArtifact"

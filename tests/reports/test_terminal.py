@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from kvcq.reports import manifest_text, print_manifest, print_report, report_text
+from kvcq.reports import manifest_text, print_report, report_text
 from tests.reports.sample import METHODS, artifact, reference, sample_manifest, sample_report
 
 ORDER = ["FAIL", "Bits per element", "Bytes per token", "Fidelity against", "Keys read from codes", "Worst layers",
@@ -73,9 +73,8 @@ def test_a_stream_that_knows_only_ascii_gets_ascii():
         raw = io.BytesIO()
         console = Console(file=io.TextIOWrapper(raw, encoding=encoding), width=80)
         print_report(sample_report(), console)
-        print_manifest(sample_manifest(), console)
         console.file.flush()
-        assert raw.getvalue().isascii() and b"PASS" in raw.getvalue()
+        assert raw.getvalue().isascii() and b"FAIL  3 of 5 gates failed" in raw.getvalue()
 
 
 def test_the_c_locale_never_crashes():
