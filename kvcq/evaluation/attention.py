@@ -12,18 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcq.codecs.attend import cap_logits, grouped_mix, grouped_products, sink_logits
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import EvaluationError, InputError
 from kvcq.evaluation.pool import Floats, LayerSample, Ratio
-from kvcq.evaluation.rows import (
-    MixedRows,
-    bf16_rows,
-    cap_logits,
-    grouped_mix,
-    grouped_products,
-    mixed_rows,
-    sink_logits,
-)
+from kvcq.evaluation.rows import MixedRows, bf16_rows, mixed_rows
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 

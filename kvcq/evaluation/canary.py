@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvcq.errors import EvaluationError, InputError
 from kvcq.evaluation.attention import evenly_spaced
-from kvcq.evaluation.simulate import Boundary, exact_served
+from kvcq.evaluation.simulate import exact_served
+from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
 
 Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -1,8 +1,7 @@
 """Rows as served: exact and decoded keys and values of one layer in the codec's shifted frame.
 
 Every tier lives in one frame, ``r = (k - mu) A`` and ``v' = (v - nu) R_V``, so that one mapped query ``q~ = q S``
-serves all of them: ``q~ . r = q . (k - mu)``. The lost ``q . mu`` cancels in a softmax over shifted keys only;
-`cap_logits` and `sink_logits` put it back where it does not cancel (softcap, learned sinks).
+serves all of them: ``q~ . r = q . (k - mu)``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcq.codecs.attend import grouped_mix, grouped_products
 from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.side import SideCodec
 from kvcq.spec.codec import CodecSpec
@@ -86,38 +86,3 @@ def mixed_rows(codec: HeadCodec, k: Tensor, v: Tensor, start: int, stop: int) ->
     keys_hat = codec.decode_keys(codec.encode_keys(keys[:, start:stop])) if start < stop else keys[:, :0]
     values_hat = codec.decode_values(codec.encode_values(values[:, start:stop])) if start < stop else values[:, :0]
     return MixedRows(keys.float(), values.float(), keys_hat.float(), values_hat.float(), start)
-
-
-def grouped_products(query: Tensor, keys: Tensor) -> Tensor:
-    """Return ``[Hq, n, T]`` products; query head i reads KV head ``i // group``."""
-    heads, tokens, width = keys.shape
-    return (query.reshape(heads, -1, width) @ keys.mT).reshape(*query.shape[:2], tokens)
-
-
-def grouped_mix(weights: Tensor, values: Tensor) -> Tensor:
-    """Return ``[Hq, n, dv]`` weighted sums of the values of each query head's KV head."""
-    heads, tokens, width = values.shape
-    return (weights.reshape(heads, -1, tokens) @ values).reshape(*weights.shape[:2], width)
-
-
-def cap_logits(products: Tensor, offset: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """Scale products ``[Hq, n, T]`` and apply the softcap, which needs ``q . mu`` (`offset`, ``[Hq, n]``) back."""
-    logits = products * scaling
-    if softcap is None:
-        return logits
-    if offset is not None:
-        logits = logits + (offset * scaling)[..., None]
-    return softcap * torch.tanh(logits / softcap)
-
-
-def sink_logits(sinks: Tensor, offset: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """Return sink logits ``[Hq, n]`` in the shifted frame, ``sink - scaling q . mu``, unless a softcap unshifts it.
-
-    Args:
-        sinks: One logit a query head, ``[Hq]``.
-        offset: ``q . mu``, ``[Hq, n]``.
-        scaling: Factor on products.
-        softcap: The cap whose logits carry ``q . mu`` already, or None.
-    """
-    plain = sinks.to(offset)[:, None].expand_as(offset)
-    return plain if softcap is not None else plain - scaling * offset

@@ -7,30 +7,18 @@ depend on chunking; `served` follows a list of chunk boundaries, as an engine pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvcq.codecs.attend import cap_logits, sink_logits
 from kvcq.codecs.pair import HeadCodec
-from kvcq.evaluation.rows import cap_logits, mixed_rows, sink_logits
+from kvcq.codecs.windows import oldest_by_query, oldest_served
+from kvcq.evaluation.rows import mixed_rows
+from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
 
 SCORE_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Start of a prefill chunk after the first.
-
-    ``carried``: the same request goes on and its ring holds the last `recent` rows before the boundary.
-    ``cached``: a prefix hit; no exact row before the boundary is left except the sinks.
-    """
-
-    position: int
-    kind: Literal["carried", "cached"]
 
 
 def exact_by_query(n: int, windows: Windows, *, first: int = 0) -> Tensor:
@@ -38,45 +26,23 @@ def exact_by_query(n: int, windows: Windows, *, first: int = 0) -> Tensor:
 
     Key j is exact for query i iff ``j < sink`` or ``j > i - recent``. Causality is not part of the mask.
     """
-    keys = torch.arange(n)
-    queries = torch.arange(first, n)[:, None]
-    return (keys < windows.sink) | (keys > queries - windows.recent)
+    return _exact(n, oldest_by_query(first, n - first, windows), windows)
 
 
 def exact_served(n: int, boundaries: Sequence[Boundary], windows: Windows, *, first: int = 0) -> Tensor:
     """Return the exact mask ``[n - first, n]`` of a prefill in chunks that start at 0 and at `boundaries`.
 
-    A query reads exactly the sinks, the rows of its own chunk, and behind a carried boundary the last `recent`
-    rows before it, as far as they were computed after the last cached boundary.
+    A query reads exactly the sinks and what `oldest_served` says.
 
     Raises:
         ValueError: boundaries that do not increase inside (0, n).
     """
-    starts = [boundary.position for boundary in boundaries]
-    if any(b <= a for a, b in pairwise([0, *starts, n])):
-        raise ValueError(f"chunk boundaries {starts} do not increase inside (0, {n})")
-    oldest = torch.zeros(n, dtype=torch.long)
-    cached = 0
-    for boundary in boundaries:
-        if boundary.kind == "cached":
-            cached = boundary.position
-        oldest[boundary.position :] = max(boundary.position - windows.recent, cached)
+    return _exact(n, oldest_served(n, boundaries, windows)[first:], windows)
+
+
+def _exact(n: int, oldest: Tensor, windows: Windows) -> Tensor:
     keys = torch.arange(n)
-    return (keys < windows.sink) | (keys >= oldest[first:, None])
-
-
-def served_boundaries(n: int, chunk: int, cached_at: int | None = None) -> tuple[Boundary, ...]:
-    """Return the boundaries of `n` tokens prefilled `chunk` at a time, after a prefix hit at `cached_at` if given.
-
-    Raises:
-        ValueError: `chunk` below 1 or `cached_at` outside (0, n).
-    """
-    if chunk < 1 or (cached_at is not None and not 0 < cached_at < n):
-        raise ValueError(f"cannot cut {n} tokens into chunks of {chunk} with a cached prefix of {cached_at}")
-    first = 0 if cached_at is None else cached_at
-    before = [Boundary(position, "carried") for position in range(chunk, first, chunk)]
-    hit = [] if cached_at is None else [Boundary(cached_at, "cached")]
-    return (*before, *hit, *(Boundary(position, "carried") for position in range(first + chunk, n, chunk)))
+    return (keys < windows.sink) | (keys >= oldest[:, None])
 
 
 @torch.no_grad()

@@ -5,15 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcq.codecs.attend import cap_logits, sink_logits
 from kvcq.evaluation import simulate
-from kvcq.evaluation.rows import cap_logits, sink_logits
 from kvcq.evaluation.simulate import (
-    Boundary,
     exact_by_query,
     exact_served,
-    served_boundaries,
     simulated_attention,
 )
+from kvcq.spec.boundary import Boundary, served_boundaries
 from kvcq.spec.plan import Windows
 from tests.evaluation.helpers import geometry, plain, random_codec, random_rows
 
