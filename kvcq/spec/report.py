@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from kvcq.spec.base import NumberKey, SpecModel
+from kvcq.spec.base import GrowingModel, NumberKey, SpecModel
 from kvcq.spec.files import FileEntry, Sha256
 from kvcq.spec.header import DataSource
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import Windows
+from kvcq.spec.tasks import PairTest, TaskScores, TaskSettings
 
 
 class AttentionMetrics(SpecModel):
@@ -105,7 +106,7 @@ class CanarySummary(SpecModel):
     deviation: float
 
 
-class ArtifactReport(SpecModel):
+class ArtifactReport(GrowingModel):
     """One artifact, or the BF16 reference (then both digests are None).
 
     Attributes:
@@ -114,7 +115,11 @@ class ArtifactReport(SpecModel):
         storage: The same totals broken down.
         bytes_per_token: Marginal bytes of one more token, all layers and heads, BF16 layers included.
         constants_bytes: Transforms, offsets and codebooks: paid once, whatever the context.
+        contexts, layers: Attention fidelity; empty when the attention task did not run.
+        tasks: Model-level scores; None when no such task ran.
     """
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"tasks"})
 
     name: str
     method: str
@@ -132,6 +137,7 @@ class ArtifactReport(SpecModel):
     layers: tuple[LayerReport, ...]
     folds: tuple[FoldDecision, ...] = ()
     canary: CanarySummary | None = None
+    tasks: TaskScores | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -147,23 +153,30 @@ class GateResult(SpecModel):
     passed: bool
 
 
-class Report(SpecModel):
+class Report(GrowingModel):
     """``report.json``, the record that pack seals into a bundle.
 
-    `files` lists the canaries and ``report.html``; `digest` is the SHA-256 of the canonical report without that
-    field. The writer fills in both.
+    `chunk` and `cached_at` are the prefill of ``served`` semantics: tokens a chunk, and where a prefix was found in the
+    cache. `tasks` are the settings of model-level tasks, `pairs` their paired tests. `files` lists the canaries and
+    ``report.html``; `digest` is the SHA-256 of the canonical report without that field. The writer fills in both.
     """
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"chunk", "cached_at", "tasks", "pairs"})
 
     format: Literal["kvcq.report"] = "kvcq.report"
     version: Literal[1] = 1
     identity: Identity
     provenance: Provenance
     data: DataSource
-    semantics: Literal["by-query", "served"]
+    semantics: Literal["by-query", "served", "deferred"]
+    chunk: int | None = Field(default=None, ge=1)
+    cached_at: int | None = Field(default=None, ge=1)
     queries_per_context: int
     cast: str
     artifacts: tuple[ArtifactReport, ...]
     gates: tuple[GateResult, ...] = ()
+    tasks: TaskSettings | None = None
+    pairs: tuple[PairTest, ...] = ()
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     command: str = Field(default="")
