@@ -6,8 +6,8 @@ A rendered chat template already writes every special token it wants, so it is t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcq.data.documents import Document
 from kvcq.errors import InputError
@@ -53,7 +53,9 @@ def iter_tokens(
 ) -> Iterator[list[int]]:
     """Yield the ids of `encode` piece by piece, so that a caller may stop early in a long text."""
     if resolve_policy(document, policy) == "chat":
-        for piece in pieces(_render(tokenizer, document, chat_template)):
+        messages = document.messages or [{"role": "user", "content": document.text}]
+        fix = "give plain text (--template raw, or --text-column), or pass --chat-template FILE"
+        for piece in pieces(_render(tokenizer, messages, chat_template, fix)):
             yield _ids(tokenizer, piece, special=False)
         return
     before, after = _specials(tokenizer)
@@ -61,6 +63,37 @@ def iter_tokens(
     for piece in pieces(_plain(document)):
         yield _ids(tokenizer, piece, special=False)
     yield after
+
+
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    answer_prefix: str = "",
+    thinking: bool = False,
+) -> list[int]:
+    """Return the token ids of a conversation up to where the model's answer starts.
+
+    The prompt is tokenized as one text with what the template wrote and nothing else, as servers do. A template that
+    has a switch ``enable_thinking`` gets `thinking`; others are not told.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        messages: The turns so far, each with ``role`` and ``content``.
+        chat_template: Jinja2 text that replaces the tokenizer's template.
+        answer_prefix: First words of the answer, put into the assistant's turn.
+        thinking: Let the model reason before it answers.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template refuses the conversation.
+    """
+    template = _template(tokenizer, chat_template, "pass --chat-template FILE")
+    options = {"enable_thinking": thinking} if "enable_thinking" in template else {}
+    turns = [dict(turn) for turn in messages]
+    text = _render(tokenizer, turns, chat_template, "pass --chat-template FILE", add_generation_prompt=True, **options)
+    ids = _ids(tokenizer, text + answer_prefix, special=False)
+    return ids[1:] if starts_with_two_bos(tokenizer, ids) else ids
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
@@ -116,14 +149,31 @@ def _content(content: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, document: Document, chat_template: str | None) -> str:
-    name = getattr(tokenizer, "name_or_path", "") or "tokenizer"
-    if not (chat_template or tokenizer.chat_template):
-        fix = "give plain text (--template raw, or --text-column), or pass --chat-template FILE"
-        raise InputError("the tokenizer has no chat template", where=name, fix=fix)
-    messages = document.messages or [{"role": "user", "content": document.text}]
+def _template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, fix: str) -> str:
+    """Return the Jinja2 text that will be rendered."""
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+        template = tokenizer.get_chat_template(chat_template)
+    except (ValueError, NotImplementedError):  # none, or several of which none is the default
+        template = ""
+    if not template:
+        raise InputError("the tokenizer has no chat template", where=_name(tokenizer), fix=fix)
+    return template
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    chat_template: str | None,
+    fix: str,
+    **options: bool,
+) -> str:
+    template = _template(tokenizer, chat_template, fix)
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
     except Exception as error:  # a template is foreign code: whatever it raises is about this conversation
         what = f"the chat template refuses a conversation, {' '.join(str(error).split()) or type(error).__name__}"
-        raise InputError(what, where=name, fix="check the roles and their order") from error
+        raise InputError(what, where=_name(tokenizer), fix="check the roles and their order") from error
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return getattr(tokenizer, "name_or_path", "") or "tokenizer"

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from kvcq.data import Document, encode
-from kvcq.data.template import pieces, starts_with_two_bos
+from kvcq.data.template import chat_prompt, pieces, starts_with_two_bos
 from kvcq.errors import InputError
 
 BOS, EOS = 1, 2
@@ -127,3 +127,42 @@ def test_pieces_prefer_line_ends_then_spaces():
     assert list(pieces("one two\n\nthree four", 13)) == ["one", " two\n\nthree", " four"]
     assert list(pieces("one two three", 9)) == ["one two", " three"]
     assert list(pieces("abcdefgh", 3)) == ["abc", "def", "gh"]
+
+
+THINKS = (
+    TEMPLATE
+    + "{% if add_generation_prompt %}[assistant]{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_a_prompt_ends_where_the_answer_starts_and_holds_one_bos():
+    tok = tokenizer(TEMPLATE + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    ids = chat_prompt(tok, TALK.messages[:1], answer_prefix="the answer is ")
+    assert tok.decode(ids) == "<s>[user]hello there\n[assistant]the answer is "
+    assert ids.count(BOS) == 1
+    assert chat_prompt(tok, TALK.messages) == encode(tok, TALK) + encode(tok, Document(text="[assistant]"), "raw")[1:]
+    twice = "{{ bos_token }}" + tok.chat_template
+    assert chat_prompt(tok, TALK.messages, chat_template=twice) == chat_prompt(tok, TALK.messages)
+
+
+def test_thinking_is_told_only_to_templates_that_ask():
+    prompt = [{"role": "user", "content": "hi"}]
+    plain = tokenizer(TEMPLATE + "{{ 'told' if enable is defined }}")
+    assert "told" not in plain.decode(chat_prompt(plain, prompt))
+    tok = tokenizer(THINKS)
+    assert tok.decode(chat_prompt(tok, prompt, answer_prefix="oh")) == "<s>[user]hi\n[assistant]<think></think>oh"
+    assert tok.decode(chat_prompt(tok, prompt, thinking=True)) == "<s>[user]hi\n[assistant]"
+
+
+def test_a_prompt_needs_a_template_and_takes_one_from_a_file():
+    with pytest.raises(InputError, match="no chat template") as caught:
+        chat_prompt(tokenizer(), TALK.messages)
+    assert "pass --chat-template FILE" in str(caught.value)
+    assert chat_prompt(tokenizer(), TALK.messages, chat_template=THINKS) == chat_prompt(
+        tokenizer(THINKS), TALK.messages
+    )
+    several = tokenizer({"rag": TEMPLATE, "tool_use": TEMPLATE})
+    with pytest.raises(InputError, match="no chat template"):
+        chat_prompt(several, TALK.messages)
+    with pytest.raises(InputError, match="refuses a conversation"):
+        chat_prompt(tokenizer(TEMPLATE), [])
