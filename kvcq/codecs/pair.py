@@ -76,6 +76,10 @@ class HeadCodec:
         """Return r_hat [H, T, d_k]."""
         return self.k.decode(encoded)
 
+    def keys_hat(self, r: Tensor, positions: Tensor) -> Tensor:
+        """Return what is read back of consecutive key rows r [H, T, d_k] at positions [T], see `SideCodec.hat`."""
+        return self.k.hat(r, positions)
+
     def keys_back(self, r: Tensor) -> Tensor:
         """Return k = r A^-1 + mu [H, T, d_k] in the original frame."""
         return self.k.back(r)
@@ -101,6 +105,17 @@ class HeadCodec:
     def decode_values(self, encoded: Encoded) -> Tensor:
         """Return v'_hat [H, T, d_v]."""
         return self.v.decode(encoded)
+
+    def values_hat(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return what is read back of consecutive value rows v' [H, T, d_v] at token positions [T]."""
+        return self.v.hat(rows, positions)
+
+    def block_end(self, position: int) -> int:
+        """Return where to end a run of rows handed to `keys_hat` and `values_hat` so that its last row is complete.
+
+        Codecs of single rows return `position`; codecs of token groups the end of the group that is open there.
+        """
+        return max(self.k.block_end(position), self.v.block_end(position))
 
     def values_back(self, rows: Tensor) -> Tensor:
         """Return v = v' R_V^T + nu [H, T, d_v] in the original frame."""

@@ -140,6 +140,22 @@ class SideCodec:
         codes = unpack2(encoded.codes) if self.spec.bits == 2 else encoded.codes
         return decode_uniform(codes, encoded.scale, encoded.bias, self.spec.metadata)
 
+    def hat(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return what is read back of consecutive rows once they are coded: fake quantization in the stored frame.
+
+        Args:
+            rows: Frame rows [H, T, d] of tokens that follow one another.
+            positions: Their token positions [T] int64, ascending by one.
+
+        Returns:
+            [H, T, d] float32; for codecs that code single rows it is ``decode(encode(rows))`` at any position.
+        """
+        return self.decode(self.encode(rows))
+
+    def block_end(self, position: int) -> int:
+        """Return the smallest end of a coded run at or after `position`: rows up to there share codes with the last."""
+        return position
+
     def _encode_vq(self, rows: Tensor, words: Tensor) -> Encoded:
         """Code rows by group: index of the word nearest to r / rho, rho the stored RMS of the row (NOVA-KV)."""
         heads, tokens, d = rows.shape

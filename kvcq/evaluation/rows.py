@@ -81,8 +81,15 @@ class MixedRows:
 
 
 def mixed_rows(codec: HeadCodec, k: Tensor, v: Tensor, start: int, stop: int) -> MixedRows:
-    """Put keys ``[H, T, d]`` and values ``[H, T, dv]`` in the codec's frame and code the tokens [start, stop)."""
+    """Put keys ``[H, T, d]`` and values ``[H, T, dv]`` in the codec's frame and code the tokens [start, stop).
+
+    Row t is the token at position t. Codecs of token groups see the rows up to the end of the last group as well.
+    """
     keys, values = codec.key_frame(k.float()), codec.value_frame(v.float())
-    keys_hat = codec.decode_keys(codec.encode_keys(keys[:, start:stop])) if start < stop else keys[:, :0]
-    values_hat = codec.decode_values(codec.encode_values(values[:, start:stop])) if start < stop else values[:, :0]
+    keys_hat, values_hat = keys[:, :0], values[:, :0]
+    if start < stop:
+        end = min(codec.block_end(stop), keys.shape[1])
+        positions = torch.arange(start, end, device=keys.device)
+        keys_hat = codec.keys_hat(keys[:, start:end], positions)[:, : stop - start]
+        values_hat = codec.values_hat(values[:, start:end], positions)[:, : stop - start]
     return MixedRows(keys.float(), values.float(), keys_hat.float(), values_hat.float(), start)
