@@ -125,7 +125,8 @@ class SideCodec:
         rows = rows.to(torch.float32)
         if self.words is not None:
             return self._encode_vq(rows, self.words)
-        codes, scale, bias, clamped = encode_uniform(clip_rows(rows, spec.clip), spec.groups, spec.bits, spec.metadata)
+        clipped = clip_rows(rows, spec.clip)
+        codes, scale, bias, clamped = encode_uniform(clipped, spec.groups, spec.bits, spec.metadata, spec.spacing)
         return Encoded(pack2(codes) if spec.bits == 2 else codes, scale, bias, clamped)
 
     def decode(self, encoded: Encoded) -> Tensor:

@@ -12,6 +12,7 @@ Transform = Literal["identity", "orthogonal", "metric"]
 Quantizer = Literal["none", "uniform", "levels", "group_vq", "token_group"]
 Metadata = Literal["fp16-bias", "fp32-zero"]
 CodebookDtype = Literal["int8", "e4m3", "e5m2"]
+Spacing = Literal["minmax", "lloyd-main", "lloyd-nova"]
 
 VQ_GROUP = 4
 VQ_WORDS = 256
@@ -30,6 +31,7 @@ class CodecSpec(SpecModel):
         clip: Rank ratio c of the symmetric clip, threshold sorted(|x|)[min(int(c d), d - 1)]; 1.0 is off.
         metadata: ``fp16-bias`` stores {scale, bias} in fp16 (served); ``fp32-zero`` {scale, zero} in float32.
         codebook: Codebook dtype of ``group_vq``; only ``int8`` is served.
+        spacing: How an encoder places the levels of ``uniform`` (see `codecs.uniform`); decoders never need it.
     """
 
     transform: Transform = "identity"
@@ -40,6 +42,7 @@ class CodecSpec(SpecModel):
     clip: float = Field(default=1.0, gt=0.0, le=1.0)
     metadata: Metadata = "fp16-bias"
     codebook: CodebookDtype | None = None
+    spacing: Spacing = "minmax"
 
     @model_validator(mode="after")
     def _consistent(self) -> CodecSpec:
@@ -47,6 +50,8 @@ class CodecSpec(SpecModel):
             raise ValueError("a codebook dtype belongs to group_vq, and group_vq needs one")
         if self.quantizer == "group_vq" and self.groups != 1:
             raise ValueError("group_vq has one scale per token and head: groups must be 1")
+        if self.spacing != "minmax" and (self.quantizer != "uniform" or self.bits != 2):
+            raise ValueError("Lloyd-Max spacing belongs to uniform codes of 2 bits")
         return self
 
     @property

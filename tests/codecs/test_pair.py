@@ -29,6 +29,8 @@ KEYS = {
     "oscar": CodecSpec(transform="orthogonal", clip=0.96),
     "oscar_groups": CodecSpec(transform="orthogonal", centred=True, groups=4, clip=0.96),
     "reference": CodecSpec(transform="orthogonal", metadata="fp32-zero"),
+    "lloyd": CodecSpec(transform="orthogonal", clip=0.96, spacing="lloyd-nova"),
+    "vq_orthogonal": CodecSpec(transform="orthogonal", centred=True, quantizer="group_vq", codebook="int8"),
     "four_bits": CodecSpec(transform="orthogonal", bits=4),
     "nova": CodecSpec(transform="metric", centred=True, quantizer="group_vq", codebook="int8"),
     "nova_e4m3": CodecSpec(

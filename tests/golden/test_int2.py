@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcq.codecs.clip import clip_rows, rank_threshold
 from kvcq.codecs.packing import pack2
 from kvcq.codecs.uniform import decode_uniform, encode_uniform
-from kvcq.spec.codec import Metadata
+from kvcq.spec.codec import Metadata, Spacing
 from tests.golden.reference import close, golden
 
 WANT: dict[str, Any] = golden()["int2"]
@@ -60,3 +60,24 @@ def test_constant_rows_survive(name: str, value: float, mode: Metadata) -> None:
     assert decoded.tolist() == [value] * 8
     stored = (scale.item(), bias.item())
     assert stored == ((WANT[name]["scale"], WANT[name]["zero"]) if mode == "fp32-zero" else (0.0, value))
+
+
+LLOYD: dict[Spacing, tuple[float, float, list[float]]] = {
+    "lloyd-main": (0.84535222, 1.26341223, [-1.0680283, -0.2226761, 0.6226761, 1.4680283]),
+    "lloyd-nova": (0.71525718, 1.22038030, [-0.8728858, -0.1576286, 0.5576286, 1.2728858]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spacing", LLOYD)
+def test_lloyd_max_on_the_clipped_row(spacing: Spacing, mode: Metadata) -> None:
+    """Mean 0.2, standard deviation 0.72413744; both releases give these codes and differ in the levels."""
+    want_scale, want_zero, levels = LLOYD[spacing]
+    codes, scale, bias, _ = encode_uniform(clip_rows(X, 0.75), 1, 2, mode, spacing)
+    assert codes.tolist() == [1, 1, 2, 3, 0, 2, 1, 2]
+    assert pack2(codes).tolist() == [73, 173]
+    zero = bias if mode == "fp32-zero" else -bias.double() / scale.double()
+    tolerance = 2e-7 if mode == "fp32-zero" else 1e-3
+    close(scale, [want_scale], tolerance)
+    close(zero, [want_zero], tolerance)
+    close(decode_uniform(codes, scale, bias, mode), [levels[code] for code in codes], tolerance)

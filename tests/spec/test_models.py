@@ -22,15 +22,19 @@ ZERO = "0" * 64
 @st.composite
 def codecs(draw):
     vq = draw(st.booleans())
+    quantizer = "group_vq" if vq else draw(st.sampled_from(["none", "uniform", "levels", "token_group"]))
+    bits = draw(st.integers(1, 8))
+    spacings = get_args(codec.Spacing) if (quantizer, bits) == ("uniform", 2) else ("minmax",)
     return CodecSpec(
         transform=draw(st.sampled_from(get_args(codec.Transform))),
         centred=draw(st.booleans()),
-        quantizer="group_vq" if vq else draw(st.sampled_from(["none", "uniform", "levels", "token_group"])),
-        bits=draw(st.integers(1, 8)),
+        quantizer=quantizer,
+        bits=bits,
         groups=1 if vq else draw(st.integers(1, 64)),
         clip=draw(st.floats(0, 1, exclude_min=True)),
         metadata=draw(st.sampled_from(get_args(codec.Metadata))),
         codebook=draw(st.sampled_from(get_args(codec.CodebookDtype))) if vq else None,
+        spacing=draw(st.sampled_from(spacings)),
     )
 
 
@@ -97,6 +101,8 @@ def test_the_layouts_that_kernels_read_are_served():
     ("model", "fields"),
     [
         (CodecSpec, {"quantizer": "group_vq"}),
+        (CodecSpec, {"spacing": "lloyd-main", "bits": 3}),
+        (CodecSpec, {"spacing": "lloyd-nova", "quantizer": "none"}),
         (CodecSpec, {"codebook": "int8"}),
         (CodecSpec, {"quantizer": "group_vq", "codebook": "int8", "groups": 4}),
         (CodecSpec, {"clip": 0.0}),
