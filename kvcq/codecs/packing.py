@@ -49,6 +49,58 @@ def block_bytes(d_k: int, d_v: int, groups: int) -> int:
     return PAGE_TOKENS * (d_k // CODES_PER_BYTE + d_v // CODES_PER_BYTE + 2 * WORD_HALVES * groups)
 
 
+def page_views(pages: Tensor, d_k: int, d_v: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three parts of page blocks as views to read and write through.
+
+    Args:
+        pages: uint8 [pages, H, block_bytes].
+        d_k: Key head dim.
+        d_v: Value head dim.
+        groups: Affine words of a token and head.
+
+    Returns:
+        K codes uint8 [pages, H, 64, d_k/4], V codes uint8 [pages, H, 64, d_v/4] (bytes of one column are adjacent in
+        memory), affine words float16 [pages, H, 64, G, 4].
+
+    Raises:
+        ValueError: the block size does not fit.
+    """
+    if pages.shape[-1] != block_bytes(d_k, d_v, groups):
+        raise ValueError(f"page blocks of {pages.shape[-1]} bytes do not hold head dims {d_k}, {d_v}, {groups} groups")
+    k_bytes, v_bytes, a_bytes = d_k // CODES_PER_BYTE, d_v // CODES_PER_BYTE, 2 * WORD_HALVES * groups
+    k, v, a = pages.split([PAGE_TOKENS * n for n in (k_bytes, v_bytes, a_bytes)], -1)
+    words = a.view(torch.float16).unflatten(-1, (PAGE_TOKENS, groups, WORD_HALVES))
+    return k.unflatten(-1, (PAGE_TOKENS, k_bytes)), v.unflatten(-1, (v_bytes, PAGE_TOKENS)).mT, words
+
+
+def write_tokens(views: tuple[Tensor, Tensor, Tensor], start: int, rows: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Store coded tokens at positions start, start + 1, ... of the pages behind `views`.
+
+    Args:
+        views: From `page_views`; the pages must reach that far.
+        start: Position of the first token.
+        rows: K codes [H, T, d_k/4] and V codes [H, T, d_v/4] uint8, affine words [H, T, G, 4] float16.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+    """
+    tokens = rows[0].shape[1]
+    at = torch.arange(start, start + tokens, device=rows[0].device)
+    page, slot = at // PAGE_TOKENS, at % PAGE_TOKENS
+    for view, part in zip(views, rows, strict=True):
+        if part.dtype != view.dtype or part.shape != (view.shape[1], tokens, *view.shape[3:]):
+            raise ValueError(f"coded rows {part.dtype} {list(part.shape)} do not fit pages {list(view.shape)}")
+        view[page, :, slot] = part.transpose(0, 1)
+
+
+def read_tokens(views: tuple[Tensor, Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return K codes, V codes and affine words of the tokens at [start, stop), shaped as `write_tokens` takes them."""
+    first, last = start // PAGE_TOKENS, -(-stop // PAGE_TOKENS)
+    inside = slice(start - first * PAGE_TOKENS, stop - first * PAGE_TOKENS)
+    k, v, words = (view[first:last].transpose(0, 1).flatten(1, 2)[:, inside] for view in views)
+    return k, v, words
+
+
 def encode_pages(k_codes: Tensor, v_codes: Tensor, affine: Tensor) -> Tensor:
     """Lay out coded tokens as page blocks.
 
@@ -64,21 +116,13 @@ def encode_pages(k_codes: Tensor, v_codes: Tensor, affine: Tensor) -> Tensor:
         ValueError: head dims not divisible by 16, or shapes and dtypes that do not fit together.
     """
     heads, tokens, k_bytes = k_codes.shape
-    v_bytes, groups = v_codes.shape[-1], affine.shape[-2]
-    if k_bytes % CODES_PER_BYTE or v_bytes % CODES_PER_BYTE:
-        raise ValueError(f"head dims {4 * k_bytes} and {4 * v_bytes} must be divisible by 16")
-    if v_codes.shape[:2] != (heads, tokens) or affine.shape != (heads, tokens, groups, WORD_HALVES):
-        raise ValueError("codes and affine words differ in heads or tokens")
-    if k_codes.dtype != torch.uint8 or v_codes.dtype != torch.uint8 or affine.dtype != torch.float16:
-        raise ValueError("page blocks hold uint8 codes and float16 affine words")
-    pages = -(-tokens // PAGE_TOKENS)
-    words = affine.contiguous().view(torch.uint8).reshape(heads, tokens, 2 * WORD_HALVES * groups)
-    rows = torch.zeros(heads, pages * PAGE_TOKENS, k_bytes + v_bytes + words.shape[-1], dtype=torch.uint8)
-    rows = rows.to(k_codes.device)
-    rows[:, :tokens] = torch.cat([k_codes, v_codes, words], -1)
-    paged = rows.unflatten(1, (pages, PAGE_TOKENS)).transpose(0, 1)
-    k, v, a = paged.split([k_bytes, v_bytes, words.shape[-1]], -1)
-    return torch.cat([k.flatten(2), v.mT.flatten(2), a.flatten(2)], -1)
+    d_k, d_v, groups = CODES_PER_BYTE * k_bytes, CODES_PER_BYTE * v_codes.shape[-1], affine.shape[-2]
+    if k_bytes % CODES_PER_BYTE or v_codes.shape[-1] % CODES_PER_BYTE:
+        raise ValueError(f"head dims {d_k} and {d_v} must be divisible by 16")
+    shape = (-(-tokens // PAGE_TOKENS), heads, block_bytes(d_k, d_v, groups))
+    pages = torch.zeros(shape, dtype=torch.uint8, device=k_codes.device)
+    write_tokens(page_views(pages, d_k, d_v, groups), 0, (k_codes, v_codes, affine))
+    return pages
 
 
 def decode_pages(pages: Tensor, tokens: int, d_k: int, d_v: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,16 +138,7 @@ def decode_pages(pages: Tensor, tokens: int, d_k: int, d_v: int, groups: int) ->
     Raises:
         ValueError: the block size or the number of tokens does not fit.
     """
-    count, heads, size = pages.shape
-    if size != block_bytes(d_k, d_v, groups) or not 0 <= tokens <= count * PAGE_TOKENS:
-        raise ValueError(f"{count} page blocks of {size} bytes do not hold {tokens} tokens of head dims {d_k}, {d_v}")
-    k_bytes, v_bytes, a_bytes = d_k // CODES_PER_BYTE, d_v // CODES_PER_BYTE, 2 * WORD_HALVES * groups
-    k, v, a = pages.split([PAGE_TOKENS * n for n in (k_bytes, v_bytes, a_bytes)], -1)
-    v_rows = v.reshape(count, heads, v_bytes, PAGE_TOKENS).mT
-
-    def join(part: Tensor, width: int) -> Tensor:
-        rows = part.reshape(count, heads, PAGE_TOKENS, width).transpose(0, 1)
-        return rows.reshape(heads, count * PAGE_TOKENS, width)[:, :tokens].contiguous()
-
-    affine = join(a, a_bytes).view(torch.float16).reshape(heads, tokens, groups, WORD_HALVES)
-    return join(k, k_bytes), join(v_rows, v_bytes), affine
+    if not 0 <= tokens <= pages.shape[0] * PAGE_TOKENS:
+        raise ValueError(f"{pages.shape[0]} pages do not hold {tokens} tokens")
+    k, v, words = read_tokens(page_views(pages, d_k, d_v, groups), 0, tokens)
+    return k.contiguous(), v.contiguous(), words.contiguous()

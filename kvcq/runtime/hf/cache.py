@@ -1,0 +1,172 @@
+"""The cache that a model is given: quantized layers where the plan says so, the library's own everywhere else."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from kvcq.codecs.pair import HeadCodec
+from kvcq.errors import MismatchError, UnsupportedError
+from kvcq.models.library import decoder_config, new_cache
+from kvcq.runtime.hf.layer import QuantizedLayer
+from kvcq.runtime.hf.rows import PackedRows, SimulatedRows
+from kvcq.runtime.hf.seam import Seam
+from kvcq.runtime.hf.semantics import ByQuery, Semantics
+from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.plan import Windows
+
+Mode = Literal["packed", "simulate"]
+STORES = {"packed": PackedRows, "simulate": SimulatedRows}
+
+
+class QuantizedCache(Cache):
+    """A transformers `Cache`, for ``model(...)`` and ``model.generate(past_key_values=...)``.
+
+    Made by `Host.new_cache` or `load_cache`. It belongs to the model that it was made for; the model's attention
+    function is kvcq's until the host is closed.
+
+    Attributes:
+        mode: ``packed``: the memory is what it seems; ``simulate``: fake quantization, larger than a BF16 cache.
+        host: What made it.
+    """
+
+    def __init__(self, layers: list[CacheLayerMixin], mode: Mode, host: Host) -> None:
+        super().__init__(layers=layers)
+        self.mode, self.host = mode, host
+
+    def quantized(self) -> list[QuantizedLayer]:
+        """Return the quantized layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all tensors of the quantized layers, of all requests."""
+        return sum(t.numel() * t.element_size() for layer in self.quantized() for t in layer.tensors())
+
+    def clamped(self) -> int:
+        """Return how many values beyond the float16 range were clamped since the requests began."""
+        return sum(request.clamped for layer in self.quantized() for request in layer.requests)
+
+    def close(self) -> None:
+        """Close the host: the model's attention is its own again, and this cache can take no more rows."""
+        self.host.close()
+
+    def __enter__(self) -> QuantizedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Host:
+    """A model with codecs attached to it; makes caches.
+
+    Args:
+        model: The model; its attention function is kvcq's until `close`, or until the host is collected.
+        codecs: Codecs by layer id; other layers keep the library's cache.
+        geometry: The artifact's geometry.
+        windows: Exact tokens at both ends.
+        mode: What its caches store.
+
+    Raises:
+        MismatchError: codecs for layers that the model caches in another way.
+        UnsupportedError: the model's attention cannot be observed, or the mode cannot hold the codecs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        codecs: Mapping[int, HeadCodec],
+        geometry: ModelGeometry,
+        windows: Windows,
+        *,
+        mode: Mode = "packed",
+    ) -> None:
+        if mode not in STORES:
+            raise UnsupportedError(f"no mode {mode!r}", where="mode", fix=f"use {' or '.join(STORES)}")
+        if mode == "packed":
+            for layer, codec in codecs.items():
+                refuse_unpaged(layer, codec)
+        self.model, self.codecs, self.windows, self.mode = model, dict(codecs), windows, mode
+        self._geometry = {layer.layer: layer for layer in geometry.layers}
+        self._shared = {layer.source for layer in geometry.layers if layer.kind == "shared"}
+        self._check_layers()
+        self._seam = Seam.enter(model)
+        self._close = weakref.finalize(self, self._seam.leave, model)
+
+    def new_cache(self, semantics: Semantics | None = None) -> QuantizedCache:
+        """Return an empty cache; `semantics` says what prefill queries read exactly, by the window rule if None.
+
+        Raises:
+            UnsupportedError: the host is closed.
+        """
+        if not self._close.alive:
+            raise UnsupportedError("the host is closed", where="new_cache", fix="attach the model again")
+        layers = self._library_layers()
+        for number, codec in self.codecs.items():
+            layers[number] = QuantizedLayer(
+                self._geometry[number],
+                codec,
+                self.windows,
+                semantics or ByQuery(),
+                STORES[self.mode],
+                self.active,
+                shared=number in self._shared,
+            )
+        return QuantizedCache(layers, self.mode, self)
+
+    def active(self) -> bool:
+        """Return True while the model's attention comes to kvcq."""
+        return self._close.alive and self._seam.active(self.model)
+
+    def close(self) -> None:
+        """Give the model its attention back; caches made here take no more rows."""
+        self._close()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _library_layers(self) -> list[CacheLayerMixin]:
+        layers = list(new_cache(self.model).layers)
+        # Without layer types in its configuration the library makes layers as they come.
+        missing = decoder_config(self.model).num_hidden_layers - len(layers)
+        return layers + [DynamicLayer() for _ in range(missing)]
+
+    def _check_layers(self) -> None:
+        layers = self._library_layers()
+        for number in self.codecs:
+            where = f"layer {number}"
+            if number >= len(layers) or number not in self._geometry:
+                raise MismatchError("the model does not have this layer", where=where)
+            if type(layers[number]) is not DynamicLayer:
+                raise MismatchError(
+                    f"the library caches it as {type(layers[number]).__name__}, which holds more than keys and values",
+                    where=where,
+                    fix="keep the layer in BF16 with skip_layers",
+                )
+
+
+def refuse_unpaged(layer: int, codec: HeadCodec) -> None:
+    """Refuse a codec that uniform 2-bit pages cannot hold.
+
+    Raises:
+        UnsupportedError: names the layer.
+    """
+    for name, side in (("keys", codec.k), ("values", codec.v)):
+        if not side.spec.served:
+            raise UnsupportedError(
+                f"the codec of the {name} is for accuracy only and does not live in pages",
+                where=f"mode packed, layer {layer}",
+                fix="use mode simulate",
+            )
