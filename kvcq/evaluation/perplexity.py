@@ -1,0 +1,145 @@
+"""Teacher-forced perplexity through a quantized cache.
+
+A passage is read from its start in chunks, each attending to an already quantized history, so exactness is the
+cache's own rule. At context C the tokens of the second half, positions C/2 to C - 1, are scored: each is predicted
+from at least C/2 tokens. A prediction depends on the past only, so one reading serves every context: passages are
+read once, at the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcq.errors import EvaluationError
+from kvcq.evaluation.session import Progress, Runner, finite, item
+from kvcq.evaluation.statistics import RESAMPLES, bootstrap
+from kvcq.spec.tasks import PerplexityScore
+
+CHUNK = 512
+SCORE_FROM = 0.5
+# exp of a larger loss is beyond float64; such a model is broken in any case.
+LARGEST_LOSS = 700.0
+
+Losses = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Losses of the tokens ``[first, first + len(losses))`` of one passage, nats."""
+
+    first: int
+    losses: Losses
+
+
+def first_scored(context: int) -> int:
+    """Return the first scored position of a context."""
+    return max(1, int(context * SCORE_FROM))
+
+
+@torch.no_grad()
+def read_passage(runner: Runner, tokens: Tensor, first: int, chunk: int) -> Reading:
+    """Read one passage ``[T]`` in chunks and return the losses of the tokens first..T-1.
+
+    Raises:
+        EvaluationError: logits that are not finite.
+    """
+    session = runner.start()
+    losses = []
+    # The last token predicts nothing that is scored.
+    for start in range(0, len(tokens) - 1, chunk):
+        stop = min(start + chunk, len(tokens) - 1)
+        keep = stop - max(start, first - 1)
+        logits = finite(session.extend(tokens[start:stop], max(keep, 1)), session)
+        if keep > 0:
+            targets = tokens[stop - keep + 1 : stop + 1, None].to(logits.device)
+            chosen = torch.log_softmax(logits, -1).gather(-1, targets)[:, 0]
+            losses.append(-chosen.double().cpu().numpy())
+    return Reading(first, np.concatenate(losses))
+
+
+def measure_perplexity(
+    runners: Sequence[Runner],
+    passages: Sequence[Tensor],
+    contexts: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    progress: Progress,
+) -> list[tuple[PerplexityScore, ...]]:
+    """Measure every runner on the same passages, one tuple of scores (by ascending context) a runner.
+
+    The bootstrap draws scored chunks of all passages with replacement: the tokens of one forward are dependent, so
+    single tokens would give intervals that are too narrow.
+
+    Args:
+        runners: The BF16 reference first.
+        passages: LongTensors of at least max(contexts) tokens.
+        contexts: Context lengths.
+        chunk: Tokens in one forward.
+        seed: Of the bootstrap.
+        resamples: Of the bootstrap.
+        progress: Told after each passage of each runner.
+
+    Raises:
+        EvaluationError: a passage failed to run; names runner and passage.
+    """
+    contexts = sorted(contexts)
+    readings: list[list[Reading]] = [[] for _ in runners]
+    total = len(passages) * len(runners)
+    for number, passage in enumerate(passages):
+        for own, runner in zip(readings, runners, strict=True):
+            with item(f"perplexity of {runner.name}, passage {number}"):
+                own.append(read_passage(runner, passage[: contexts[-1]], first_scored(contexts[0]), chunk))
+            progress(sum(map(len, readings)), total)
+    sums = [[chunk_sums(own, context, chunk) for context in contexts] for own in readings]
+    return [
+        tuple(
+            _score(context, len(passages), *mine, exact[0], seed, resamples)
+            for context, mine, exact in zip(contexts, own, sums[0], strict=True)
+        )
+        for own in sums
+    ]
+
+
+def chunk_sums(readings: Sequence[Reading], context: int, chunk: int) -> tuple[Losses, Losses]:
+    """Return (summed loss, tokens) of every scored chunk of all passages at a context, each ``[chunks]``."""
+    sums, counts = [], []
+    first = first_scored(context)
+    # Tokens start+1 .. start+chunk are predicted by the forward that begins at start.
+    for reading in readings:
+        for start in range((first - 1) // chunk * chunk, context - 1, chunk):
+            begin, end = max(start + 1, first), min(start + chunk + 1, context)
+            sums.append(math.fsum(reading.losses[begin - reading.first : end - reading.first]))
+            counts.append(end - begin)
+    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+
+
+def _score(
+    context: int, passages: int, losses: Losses, counts: Losses, exact: Losses, seed: int, resamples: int
+) -> PerplexityScore:
+    tokens = int(counts.sum())
+    loss, reference = math.fsum(losses), math.fsum(exact)
+    if loss / tokens > LARGEST_LOSS:
+        raise EvaluationError(f"a loss of {loss / tokens:.3g} nats a token has no perplexity", where="perplexity")
+    own = bootstrap(np.column_stack([losses, counts]), lambda s: np.exp(s[:, 0] / s[:, 1]), seed, resamples)
+    ratio = bootstrap(np.column_stack([losses - exact, counts]), lambda s: np.exp(s[:, 0] / s[:, 1]), seed, resamples)
+    return PerplexityScore(
+        context=context,
+        passages=passages,
+        tokens=tokens,
+        nll=loss,
+        perplexity=math.exp(loss / tokens),
+        interval=own,
+        ratio=math.exp((loss - reference) / tokens),
+        ratio_interval=ratio,
+        chunk_nll=tuple(float(value) for value in losses),
+        chunk_tokens=tuple(int(value) for value in counts),
+    )
