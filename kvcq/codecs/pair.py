@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.encoded import Encoded
-from kvcq.codecs.side import SideCodec
+from kvcq.codecs.side import Rotation, SideCodec
 from kvcq.errors import UnsupportedError
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import LayerPlan
@@ -42,6 +42,7 @@ class HeadCodec:
         *,
         cast: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        rotation: Rotation | None = None,
     ) -> HeadCodec:
         """Build the codec of a layer from its plan and its tensors by role (``k.transform`` ...).
 
@@ -51,16 +52,17 @@ class HeadCodec:
             tensors: Arrays or tensors by role; see `layer_roles` for whole files.
             cast: Serving dtype: transforms, r and v' are rounded to it and computed in float32; None is exact.
             device: Where to compute.
+            rotation: RoPE of the layer's keys; only codecs that code them before RoPE use it. None for NoPE.
 
         Raises:
-            UnsupportedError: the layer stays BF16, or its codec does not code single rows.
+            UnsupportedError: the layer stays BF16, or its codec does not fit the head dim.
             CorruptArtifactError: a tensor is missing or has another shape.
         """
         if plan.k is None or plan.v is None:
             raise UnsupportedError(f"layer {plan.layer} is not quantized", where="plan", fix=str(plan.reason))
         heads = geometry.kv_heads
         return cls(
-            k=SideCodec.build("k", plan.k, (heads, geometry.d_k), tensors, cast=cast, device=device),
+            k=SideCodec.build("k", plan.k, (heads, geometry.d_k), tensors, cast=cast, device=device, rotation=rotation),
             v=SideCodec.build("v", plan.v, (heads, geometry.d_v), tensors, cast=cast, device=device),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,17 @@ from torch import Tensor
 from kvcq.codecs.clip import clip_rows
 from kvcq.codecs.codebook import lookup, nearest
 from kvcq.codecs.encoded import Encoded
+from kvcq.codecs.levels import decode_levels, encode_levels, levels_hat
 from kvcq.codecs.packing import CODES_PER_BYTE, pack2, unpack2
+from kvcq.codecs.token_group import group_end, token_group_hat
 from kvcq.codecs.uniform import FP16_MAX, decode_uniform, encode_uniform
 from kvcq.errors import CorruptArtifactError, UnsupportedError
 from kvcq.spec.codec import VQ_GROUP, CodecSpec
 
 RHO_FLOOR = 1e-8
+
+Rotation = Callable[[Tensor, Tensor, bool], Tensor]
+"""Turns rows [H, T, d] by the RoPE of their positions [T], or back when the last argument is True."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class SideCodec:
         offset: [H, d] float32, None when not centred.
         words: Snapped centroids [H, d/4, words, 4] float32 of ``group_vq``.
         cast: Dtype in which serving holds transforms and rows; None is exact.
+        levels: Ascending levels [H, 2^bits] float32 of ``levels``.
+        bounds: Lower and upper bound of each channel [H, d, 2] float32, unit ``channel``.
+        inner: Orthogonal map [H, d, d] float32 of un-rotated rows (``pre_rope``), None for the identity.
+        rotation: RoPE of the layer (``pre_rope``), None for a layer without positions.
     """
 
     spec: CodecSpec
@@ -39,6 +48,10 @@ class SideCodec:
     offset: Tensor | None
     words: Tensor | None
     cast: torch.dtype | None
+    levels: Tensor | None = None
+    bounds: Tensor | None = None
+    inner: Tensor | None = None
+    rotation: Rotation | None = None
 
     @classmethod
     def build(
@@ -50,6 +63,7 @@ class SideCodec:
         *,
         cast: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        rotation: Rotation | None = None,
     ) -> SideCodec:
         """Read the tensors of one side (``k`` or ``v``) by role.
 
@@ -60,9 +74,10 @@ class SideCodec:
             tensors: Arrays or tensors by role; roles that the codec does not use are ignored.
             cast: Serving dtype of transforms and rows.
             device: Where to compute.
+            rotation: RoPE of the layer, for codecs of un-rotated keys.
 
         Raises:
-            UnsupportedError: a quantizer without a per-row codec here, or groups that do not fit the head dim.
+            UnsupportedError: groups that do not fit the head dim.
             CorruptArtifactError: a tensor is missing or has another shape.
         """
         heads, d = shape
@@ -83,7 +98,8 @@ class SideCodec:
             exact = load(role, heads, d, d)
             return exact if cast is None else exact.to(cast).to(torch.float32)
 
-        transform = None if spec.transform == "identity" else held("transform")
+        mapped = None if spec.transform == "identity" else held("transform")
+        transform = None if spec.pre_rope else mapped
         words = None
         if spec.quantizer == "group_vq":
             words = load("codebook", heads, d // VQ_GROUP, 0, VQ_GROUP)
@@ -96,6 +112,10 @@ class SideCodec:
             offset=load("offset", heads, d) if spec.centred else None,
             words=words,
             cast=cast,
+            levels=load("levels", heads, 2**spec.bits) if spec.quantizer == "levels" else None,
+            bounds=load("bounds", heads, d, 2) if spec.unit == "channel" else None,
+            inner=mapped if spec.pre_rope else None,
+            rotation=rotation if spec.pre_rope else None,
         )
 
     def frame(self, x: Tensor) -> Tensor:
@@ -117,29 +137,29 @@ class SideCodec:
         return x if self.offset is None else x + self.offset.unsqueeze(1).to(x.dtype)
 
     def encode(self, rows: Tensor) -> Encoded:
-        """Code frame rows [H, T, d]."""
-        spec = self.spec
-        if spec.quantizer == "none":
-            empty = rows.new_empty(*rows.shape[:2], 0)
-            return Encoded(rows, empty, empty, torch.zeros((), dtype=torch.int64, device=rows.device))
-        rows = rows.to(torch.float32)
-        if self.words is not None:
-            return self._encode_vq(rows, self.words)
-        clipped = clip_rows(rows, spec.clip)
-        codes, scale, bias, clamped = encode_uniform(clipped, spec.groups, spec.bits, spec.metadata, spec.spacing)
-        return Encoded(pack2(codes) if spec.bits == 2 else codes, scale, bias, clamped)
+        """Code frame rows [H, T, d].
+
+        Raises:
+            UnsupportedError: a codec that needs more than the row: its positions or its neighbours, see `hat`.
+        """
+        if not self.spec.by_row:
+            raise UnsupportedError(f"no codes of single rows: {self.spec.unserved}", fix="simulate this codec instead")
+        return self._encode(rows)
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return frame rows [H, T, d] float32 (quantizer ``none``: the rows as they came)."""
-        if self.spec.quantizer == "none":
+        spec = self.spec
+        if spec.quantizer == "none":
             return encoded.codes
         if self.words is not None:
             heads, tokens, groups = encoded.codes.shape
             index = encoded.codes.transpose(1, 2).reshape(heads * groups, tokens)
             found = lookup(index, self.words.flatten(0, 1)).reshape(heads, groups, tokens, VQ_GROUP)
             return found.transpose(1, 2).flatten(2) * encoded.scale.float()
-        codes = unpack2(encoded.codes) if self.spec.bits == 2 else encoded.codes
-        return decode_uniform(codes, encoded.scale, encoded.bias, self.spec.metadata)
+        codes = unpack2(encoded.codes) if spec.bits == 2 else encoded.codes
+        if self.levels is not None:
+            return decode_levels(codes, encoded.scale, encoded.bias, self.levels, self.bounds)
+        return decode_uniform(codes, encoded.scale, encoded.bias, spec.metadata)
 
     def hat(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return what is read back of consecutive rows once they are coded: fake quantization in the stored frame.
@@ -151,11 +171,48 @@ class SideCodec:
         Returns:
             [H, T, d] float32; for codecs that code single rows it is ``decode(encode(rows))`` at any position.
         """
-        return self.decode(self.encode(rows))
+        if not self.spec.pre_rope:
+            return self._hat(rows, positions)
+        # float64, as in `frame`: what is coded must not depend on the neighbours of a row.
+        exact = rows.double()
+        if self.rotation is not None:
+            exact = self.rotation(exact, positions, True)
+        if self.inner is not None:
+            exact = torch.bmm(exact, self.inner.double())
+        decoded = self._hat(exact.float(), positions).double()
+        if self.inner is not None:
+            decoded = torch.bmm(decoded, self.inner.double().mT)
+        if self.rotation is not None:
+            decoded = self.rotation(decoded, positions, False)
+        return decoded.float()
 
     def block_end(self, position: int) -> int:
-        """Return the smallest end of a coded run at or after `position`: rows up to there share codes with the last."""
-        return position
+        """Return the end of the coded run that is open at `position`: a row's codes need the rows up to there."""
+        return group_end(position, self.spec) if self.spec.quantizer == "token_group" else position
+
+    def _hat(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return what is read back of rows in the frame that is coded."""
+        if self.spec.quantizer == "token_group":
+            first = int(positions[0]) if rows.shape[1] else self.spec.group_start
+            return token_group_hat(rows.to(torch.float32), first, self.spec)
+        if self.levels is not None and self.spec.outliers:
+            return levels_hat(rows.to(torch.float32), self.levels, self.spec, self.bounds)
+        return self.decode(self._encode(rows))
+
+    def _encode(self, rows: Tensor) -> Encoded:
+        spec = self.spec
+        if spec.quantizer == "none":
+            empty = rows.new_empty(*rows.shape[:2], 0)
+            return Encoded(rows, empty, empty, torch.zeros((), dtype=torch.int64, device=rows.device))
+        rows = rows.to(torch.float32)
+        if self.words is not None:
+            return self._encode_vq(rows, self.words)
+        if self.levels is not None:
+            codes, scale, bias, clamped = encode_levels(rows, self.levels, spec, self.bounds)
+            return Encoded(pack2(codes) if spec.bits == 2 else codes, scale, bias, clamped)
+        clipped = clip_rows(rows, spec.clip)
+        codes, scale, bias, clamped = encode_uniform(clipped, spec.groups, spec.bits, spec.metadata, spec.spacing)
+        return Encoded(pack2(codes) if spec.bits == 2 else codes, scale, bias, clamped)
 
     def _encode_vq(self, rows: Tensor, words: Tensor) -> Encoded:
         """Code rows by group: index of the word nearest to r / rho, rho the stored RMS of the row (NOVA-KV)."""
@@ -179,8 +236,6 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _check(side: str, spec: CodecSpec, d: int) -> None:
-    if spec.quantizer not in ("none", "uniform", "group_vq"):
-        raise UnsupportedError(f"quantizer {spec.quantizer} has no codec by row", where=f"plan, {side}")
     if d % CODES_PER_BYTE or d % spec.groups:
         raise UnsupportedError(f"head dim {d} does not split into 4-code bytes and {spec.groups} groups", where=side)
     if spec.quantizer == "group_vq" and (spec.clip < 1.0 or spec.bits != 2):

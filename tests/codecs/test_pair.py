@@ -232,7 +232,6 @@ def test_bad_tensors_are_corrupt_and_bad_plans_unsupported() -> None:
     with pytest.raises(UnsupportedError, match="not quantized"):
         HeadCodec.build(LayerPlan(layer=3, reason="skipped by the recipe"), GEOMETRY, {})
     for spec in (
-        CodecSpec(quantizer="token_group"),
         CodecSpec(groups=5),
         CodecSpec(quantizer="group_vq", codebook="int8", clip=0.9),
     ):

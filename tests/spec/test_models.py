@@ -21,20 +21,29 @@ ZERO = "0" * 64
 
 @st.composite
 def codecs(draw):
-    vq = draw(st.booleans())
-    quantizer = "group_vq" if vq else draw(st.sampled_from(["none", "uniform", "levels", "token_group"]))
-    bits = draw(st.integers(1, 8))
+    quantizer = draw(st.sampled_from(get_args(codec.Quantizer)))
+    vq, levels, runs = (quantizer == name for name in ("group_vq", "levels", "token_group"))
+    bits = draw(st.integers(1, codec.MAX_LEVEL_BITS if levels or runs else 8))
     spacings = get_args(codec.Spacing) if (quantizer, bits) == ("uniform", 2) else ("minmax",)
+    plain = levels or runs
+    unit = draw(st.sampled_from(get_args(codec.Unit))) if levels else None
+    pre_rope = draw(st.booleans()) and not vq
     return CodecSpec(
-        transform=draw(st.sampled_from(get_args(codec.Transform))),
-        centred=draw(st.booleans()),
+        transform=draw(st.sampled_from([t for t in get_args(codec.Transform) if not (pre_rope and t == "metric")])),
+        centred=draw(st.booleans()) and not pre_rope,
         quantizer=quantizer,
         bits=bits,
-        groups=1 if vq else draw(st.integers(1, 64)),
-        clip=draw(st.floats(0, 1, exclude_min=True)),
+        groups=1 if vq or plain else draw(st.integers(1, 64)),
+        clip=1.0 if plain else draw(st.floats(0, 1, exclude_min=True)),
         metadata=draw(st.sampled_from(get_args(codec.Metadata))),
         codebook=draw(st.sampled_from(get_args(codec.CodebookDtype))) if vq else None,
         spacing=draw(st.sampled_from(spacings)),
+        unit=unit,
+        outliers=draw(st.floats(0, 0.1)) if unit in ("range", "channel") else 0.0,
+        pre_rope=pre_rope,
+        group_tokens=draw(st.integers(1, 256)) if runs else 1,
+        group_start=draw(st.integers(0, 256)) if runs else 0,
+        promoted=draw(st.floats(0, 0.5)) if runs else 0.0,
     )
 
 
@@ -67,6 +76,10 @@ def test_a_record_survives_its_canonical_json(record):
     assert again == record
 
 
+def test_a_codec_of_the_first_format_keeps_its_one_form():
+    assert set(CodecSpec().plain()) == set(CodecSpec.model_fields) - CodecSpec.LATER
+
+
 @given(recipes)
 def test_parameters_keep_their_type(recipe):
     again = Recipe.model_validate_json(canonical.dumps(recipe.plain()))
@@ -83,6 +96,9 @@ def test_a_served_codec_has_2_bits_and_fp16_metadata(spec):
     if spec.served:
         assert spec.bits == 2 and spec.metadata == "fp16-bias" and spec.groups in (1, 4)
         assert spec.quantizer == "uniform" or spec.codebook == "int8"
+        assert spec.by_row
+    else:
+        assert spec.unserved
 
 
 def test_the_layouts_that_kernels_read_are_served():
@@ -91,7 +107,9 @@ def test_the_layouts_that_kernels_read_are_served():
         {"bits": 4},
         {"groups": 2},
         {"metadata": "fp32-zero"},
-        {"quantizer": "levels"},
+        {"quantizer": "levels", "unit": "norm"},
+        {"quantizer": "token_group", "group_tokens": 32},
+        {"pre_rope": True},
         {"quantizer": "group_vq", "codebook": "e4m3"},
     ):
         assert not CodecSpec(**changes).served
@@ -101,6 +119,17 @@ def test_the_layouts_that_kernels_read_are_served():
     ("model", "fields"),
     [
         (CodecSpec, {"quantizer": "group_vq"}),
+        (CodecSpec, {"quantizer": "levels"}),
+        (CodecSpec, {"unit": "norm"}),
+        (CodecSpec, {"outliers": 0.01}),
+        (CodecSpec, {"quantizer": "levels", "unit": "norm", "outliers": 0.01}),
+        (CodecSpec, {"quantizer": "levels", "unit": "range", "bits": 5}),
+        (CodecSpec, {"quantizer": "levels", "unit": "range", "clip": 0.9}),
+        (CodecSpec, {"group_tokens": 32}),
+        (CodecSpec, {"promoted": 0.1}),
+        (CodecSpec, {"quantizer": "token_group", "group_tokens": 32, "groups": 4}),
+        (CodecSpec, {"pre_rope": True, "centred": True}),
+        (CodecSpec, {"pre_rope": True, "transform": "metric"}),
         (CodecSpec, {"spacing": "lloyd-main", "bits": 3}),
         (CodecSpec, {"spacing": "lloyd-nova", "quantizer": "none"}),
         (CodecSpec, {"codebook": "int8"}),
