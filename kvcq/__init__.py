@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ValidateRequest,
     )
     from kvcq.pipeline.validate import validate
+    from kvcq.runtime.hf.load import load_cache
 
 _HOMES = {
     "collect": "pipeline.collect",
@@ -43,6 +44,7 @@ _HOMES = {
     "inspect": "pipeline.inspect",
     "inspect_model": "pipeline.inspect_model",
     "diff": "pipeline.inspect",
+    "load_cache": "runtime.hf.load",
     "methods": "pipeline.about",
     "CollectRequest": "pipeline.requests",
     "MergeRequest": "pipeline.requests",
@@ -74,6 +76,7 @@ __all__ = [
     "inspect",
     "inspect_model",
     "load_bundle",
+    "load_cache",
     "merge",
     "methods",
     "pack",

@@ -116,10 +116,14 @@ def wrap_model(
 ) -> LoadedModel:
     """Wrap a model that is already in memory, put into eval mode without gradients.
 
+    A `label` that is a local folder is read for the provenance of the weights; its last component is the source.
+
     Raises:
         UnsupportedError: an architecture that kvcq refuses.
     """
-    return _loaded(model, tokenizer, ModelSource("folder", label), build_provenance(label), longest)
+    folder = Path(label) if label and Path(label).is_dir() else None
+    provenance = build_provenance(Path(label).name or "in-memory", folder=folder)
+    return _loaded(model, tokenizer, ModelSource("folder", label), provenance, longest)
 
 
 def default_cache_dir() -> Path:

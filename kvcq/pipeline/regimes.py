@@ -7,11 +7,6 @@ from kvcq.errors import InputError
 from kvcq.spec.geometry import ModelGeometry
 
 
-def regimes(geometry: ModelGeometry) -> list[str]:
-    """Return the RoPE regimes that depend on the sequence length, e.g. ``longrope:short``."""
-    return sorted({rope.regime for rope in geometry.ropes if rope.by_length})
-
-
 def one_regime(geometry: ModelGeometry, corpus: Corpus, seq_len: int, chunk: int) -> list[str]:
     """Drop the sequences that would run with other frequencies than those of `seq_len`, and return what to tell.
 
@@ -21,7 +16,7 @@ def one_regime(geometry: ModelGeometry, corpus: Corpus, seq_len: int, chunk: int
     Raises:
         InputError: `chunk` cuts sequences, or no sequence has `seq_len` tokens.
     """
-    found = regimes(geometry)
+    found = geometry.length_regimes()
     if not found:
         return []
     told = [

@@ -24,9 +24,11 @@ from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.sources import open_corpus, open_model
-from kvcq.pipeline.subjects import SERVED_CAST, Subject, check_frame, check_model, open_subjects
+from kvcq.pipeline.subjects import Subject, open_subjects
 from kvcq.pipeline.versions import versions
 from kvcq.reports.html import render_html
+from kvcq.runtime.codecs import SERVED_CAST
+from kvcq.runtime.compat import check_frame, check_model
 from kvcq.runtime.layout import bits_per_element, constants_bytes, kv_bytes_per_token
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan, Windows, plan_digest

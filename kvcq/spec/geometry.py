@@ -101,6 +101,10 @@ class ModelGeometry(SpecModel):
         """Return the RoPE of a layer, or None for a layer without positions."""
         return None if layer.rope is None else self.ropes[layer.rope]
 
+    def length_regimes(self) -> list[str]:
+        """Return the RoPE regimes that depend on the sequence length, e.g. ``longrope:short``."""
+        return sorted({rope.regime for rope in self.ropes if rope.by_length})
+
     def quantizable(self) -> tuple[LayerGeometry, ...]:
         """Return the full-attention layers: the only ones whose cache grows with the context."""
         return tuple(layer for layer in self.layers if layer.kind == "full")

@@ -1,0 +1,83 @@
+"""`load_cache`: a bundle and a model, and out comes a cache."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvcq.artifacts.bundle import Bundle, open_bundle
+from kvcq.models.load import LoadedModel, wrap_model
+from kvcq.runtime.codecs import served_codecs
+from kvcq.runtime.compat import check_frame, check_model
+from kvcq.runtime.hf.cache import Host, Mode, QuantizedCache
+from kvcq.runtime.hf.semantics import Semantics
+from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.identity import Identity, Provenance
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """What `kvcq.runtime.compat` asks of a bundle."""
+
+    name: str
+    identity: Identity
+    provenance: Provenance
+    geometry: ModelGeometry
+
+
+def load_cache(
+    bundle: str | Path | Bundle,
+    model: PreTrainedModel | LoadedModel,
+    *,
+    tokenizer: Any | None = None,
+    mode: Mode = "packed",
+    semantics: Semantics | None = None,
+    strict: bool = False,
+) -> QuantizedCache:
+    """Return an empty cache of a bundle for a model; pass it to ``model.generate(past_key_values=cache)``.
+
+    The model's attention function is kvcq's from here on until ``cache.close()``, or until the cache is collected;
+    other caches go on as before meanwhile. More caches of the same bundle: ``cache.host.new_cache()``.
+
+    Args:
+        bundle: Path of a bundle, or one already opened.
+        model: A causal language model in eval mode; its device is where the cache lies.
+        tokenizer: The model's tokenizer, to compare vocabularies; without it they are not compared.
+        mode: ``packed``: true memory; ``simulate``: fake quantization, for comparison.
+        semantics: What prefill queries read exactly; None: the window rule for every query.
+        strict: Refuse other weights or another revision than the bundle was fitted on.
+
+    Raises:
+        CorruptArtifactError: the bundle is damaged.
+        MismatchError: the bundle was fitted for another model.
+        UnsupportedError: the model's attention cannot be observed.
+    """
+    return open_host(bundle, model, tokenizer=tokenizer, mode=mode, strict=strict).new_cache(semantics)
+
+
+def open_host(
+    bundle: str | Path | Bundle,
+    model: PreTrainedModel | LoadedModel,
+    *,
+    tokenizer: Any | None = None,
+    mode: Mode = "packed",
+    strict: bool = False,
+) -> Host:
+    """Attach a bundle to a model and return what makes its caches; arguments and errors as in `load_cache`.
+
+    A difference in provenance is a Python warning.
+    """
+    name = Path(bundle).name if isinstance(bundle, str | Path) else "bundle"
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer, model.name_or_path)
+    manifest = opened.manifest
+    sealed = _Sealed(name, manifest.identity, manifest.provenance, manifest.geometry)
+    for line in check_model(sealed, loaded, strict=strict):
+        warnings.warn(f"{name}: {line}", stacklevel=2)
+    check_frame(sealed, loaded.geometry)
+    codecs = served_codecs(manifest.plan, manifest.geometry, opened.tensors, loaded.device)
+    return Host(loaded.model, codecs, manifest.geometry, manifest.recipe.windows, mode=mode)
