@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcq.methods.base import FitContext, LayerFit, parameter
+from kvcq.methods.oscar import SIGNS
 from kvcq.methods.uniform import CLIP_K, CLIP_V, UniformMethod
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class KltInt2(UniformMethod):
 
     clip_k: float = parameter(0.96, CLIP_K, low=0.01, high=1.0)
     clip_v: float = parameter(0.92, CLIP_V, low=0.01, high=1.0)
-    signs: int = parameter(0, "draw of the eigenvector signs; 0 is the sign rule", low=0)
+    signs: int = parameter(0, SIGNS, low=0)
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Fit both rotations from the second moments."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcq.errors import UnsupportedError
-from kvcq.methods.base import FitContext, LayerFit, Method, parameter
-from kvcq.methods.oscar import VALUE_TARGET
+from kvcq.methods.base import FitContext, LayerFit, parameter
+from kvcq.methods.oscar import VALUE_TARGET, VALUE_TARGETS
 from kvcq.methods.uniform import CLIP_V
-from kvcq.spec.codec import VQ_GROUP, CodecSpec
-from kvcq.spec.geometry import LayerGeometry
+from kvcq.methods.vector import VectorMethod
+from kvcq.spec.codec import CodecSpec
 
 if TYPE_CHECKING:
     from kvcq.stats.view import LayerStats
 
+FLOOR = "smallest eigenvalue of the query moment, relative"
+
 
 @dataclass(frozen=True)
-class Nova(Method):
+class Nova(VectorMethod):
     """Keys ``r = (k - mu) A`` in product codebooks, values as in OSCAR.
 
     A = M^{1/2} E: M is the query moment at unit mean eigenvalue, E the axes of M^{1/2} S_k M^{1/2}. The squared
@@ -33,34 +34,24 @@ class Nova(Method):
     summary = "keys: product codebooks in the query metric; values: OSCAR's INT2"
     paper = "NOVA-KV, 'Spend Bits Where Queries Look'"
 
-    iterations: int = parameter(25, "Lloyd steps of k-means", low=1, high=1000)
-    rows: int = parameter(8192, "sampled keys a head behind its codebooks, at most", low=256)
-    codebook: str = parameter("int8", "dtype of the words; only int8 is served", choices=("int8", "e4m3", "e5m2"))
     partition: str = parameter(
         "deal", "how axes, by falling variance, go to groups", choices=("deal", "snake", "sorted", "random")
     )
     clip_v: float = parameter(0.92, CLIP_V, low=0.01, high=1.0)
-    value_target: str = parameter("logit_energy", VALUE_TARGET, choices=("logit_energy", "attention_output"))
-    floor: float = parameter(1e-6, "smallest eigenvalue of the query moment, relative", low=1e-12, high=1.0)
-
-    def check(self, layer: LayerGeometry) -> None:
-        """Refuse a head dimension that groups of four do not divide."""
-        if layer.d_k % VQ_GROUP:
-            raise UnsupportedError(
-                f"nova codes {VQ_GROUP} channels a word, layer {layer.layer} has head dimension {layer.d_k}",
-                fix="use oscar-centered",
-            )
+    value_target: str = parameter("logit_energy", VALUE_TARGET, choices=VALUE_TARGETS)
+    floor: float = parameter(1e-6, FLOOR, low=1e-12, high=1.0)
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Fit metric, codebooks and value rotation."""
-        from kvcq.methods.product import fit_keys
+        from kvcq.methods.product import codebooks, nova_tensors
         from kvcq.methods.rotation import oscar_rotation, served, value_moment
 
-        keys, key_notes = fit_keys(stats, self, context.seed)
+        keys = nova_tensors(stats, self, context.seed)
+        words, key_notes = codebooks(keys, stats, self, context.seed)
         moment, value_notes = value_moment(stats, self.value_target)
         return LayerFit(
             k=CodecSpec(transform="metric", centred=True, quantizer="group_vq", codebook=self.codebook),
             v=CodecSpec(transform="orthogonal", clip=self.clip_v),
-            tensors=keys | {"v.transform": served(oscar_rotation(moment))},
+            tensors=keys | words | {"v.transform": served(oscar_rotation(moment))},
             notes=key_notes | value_notes,
         )

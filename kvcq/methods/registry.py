@@ -27,7 +27,10 @@ BUILT_IN = {
     "klt-int2": "kvcq.methods.klt_int2:KltInt2",
     "oscar": "kvcq.methods.oscar:Oscar",
     "oscar-centered": "kvcq.methods.oscar_centered:OscarCentered",
+    "oscar-lloyd": "kvcq.methods.oscar_lloyd:OscarLloyd",
+    "oscar-vq": "kvcq.methods.oscar_vq:OscarVq",
     "nova": "kvcq.methods.nova:Nova",
+    "nova-sq": "kvcq.methods.nova_sq:NovaSq",
 }
 
 

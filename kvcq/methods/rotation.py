@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcq.errors import InputError
 from kvcq.stats.view import LayerStats
 from kvcq.transforms.hadamard import hadamard
-from kvcq.transforms.spectral import compose_oscar, eigh_sorted
+from kvcq.transforms.spectral import Ablation, compose_oscar, eigh_sorted
 from kvcq.transforms.threads import single_threaded
 
 # Sum of logit energies below which the release stops normalising them.
@@ -43,20 +43,33 @@ def walsh(heads: int, d: int) -> Tensor:
     return hadamard(d).expand(heads, d, d)
 
 
-def oscar_rotation(moment: Tensor, *, shared: bool = False, signs: SignDraw | None = None) -> Tensor:
+def oscar_rotation(
+    moment: Tensor, *, shared: bool = False, signs: SignDraw | None = None, ablate: Ablation = "none"
+) -> Tensor:
     """Return ``R = U H P`` of each KV head, ``[H, d, d]`` float64.
 
     Args:
         moment: Uncentred second moments ``[H, d, d]``; U are their eigenvectors, eigenvalues ascending.
         shared: Average the moments over the heads and give all heads one rotation (OSCAR's v1 files).
         signs: Signs of the eigenvectors; the sign rule by default.
+        ablate: Factor of the composition to leave out.
     """
     heads, d, _ = moment.shape
     with single_threaded():
         target = moment.mean(0, keepdim=True) if shared else moment
         _, vectors = eigh_sorted(target)
-        rotation = compose_oscar(vectors, signs.signs(target.shape[0], d) if signs is not None else None)
+        rotation = compose_oscar(vectors, signs.signs(target.shape[0], d) if signs is not None else None, ablate)
     return rotation.expand(heads, d, d)
+
+
+def key_moment(stats: LayerStats, target: str, *, centred: bool = False) -> Tensor:
+    """Return what key rotations are fitted to, ``[H, d_k, d_k]`` float64: C_Q for ``query``, E[k'k] for ``key``.
+
+    With `centred` the latter is the moment of ``k - mu``, which is what is coded then; C_Q has no such form.
+    """
+    if target == "query":
+        return stats.moments["q_second"]
+    return stats.k_cov if centred else stats.moments["k_second"]
 
 
 def value_moment(
@@ -66,7 +79,7 @@ def value_moment(
 
     Args:
         stats: The layer.
-        target: ``logit_energy`` or ``attention_output``.
+        target: ``logit_energy``, ``attention_output`` or ``value``, the unweighted E[v'v].
         centred: Take the logit energies of ``k - mu`` and the moment of ``v - nu``.
 
     Raises:
@@ -74,6 +87,8 @@ def value_moment(
     """
     if target == "attention_output":
         return stats.moments["o_second"], {}
+    if target == "value":
+        return stats.v_cov if centred else stats.moments["v_second"], {}
     keys, values = stats.k_rows.double(), stats.v_rows.double()
     if keys.shape[1] == 0:
         raise InputError(

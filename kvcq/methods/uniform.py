@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcq.errors import InputError
 from kvcq.methods.base import Method, parameter
-from kvcq.spec.codec import SERVED_GROUPS, CodecSpec, Transform
+from kvcq.spec.codec import SERVED_GROUPS, CodecSpec, Spacing, Transform
 from kvcq.spec.geometry import LayerGeometry
 
 CLIP_K = "rank ratio of the symmetric key clip; 1 is off"
@@ -26,6 +26,11 @@ class UniformMethod(Method):
         choices=("fp16-bias", "fp32-zero"),
     )
 
+    @property
+    def spacing(self) -> Spacing:
+        """How encoders place the levels."""
+        return "minmax"
+
     def check(self, layer: LayerGeometry) -> None:
         """Refuse groups that do not divide a head dimension; the line lists those that do."""
         for dims in (layer.d_k, layer.d_v):
@@ -43,4 +48,5 @@ class UniformMethod(Method):
     ) -> tuple[CodecSpec, CodecSpec]:
         """Return the key and the value codec of a layer, which differ in their clip only."""
         shared = {"transform": transform, "centred": centred, "groups": self.groups, "metadata": self.metadata}
+        shared |= {"spacing": self.spacing}
         return CodecSpec(**shared, clip=self.clip_k), CodecSpec(**shared, clip=self.clip_v)

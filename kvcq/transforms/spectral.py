@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from kvcq.transforms.hadamard import hadamard
 from kvcq.transforms.permutation import spread_order
 from kvcq.transforms.threads import single_threaded
+
+Ablation = Literal["none", "no-u", "no-h", "no-p"]
 
 # Two magnitudes this close count as equal for the sign rule: rounding must not choose between them.
 SIGN_TIE = 1e-9
@@ -48,7 +52,7 @@ def effective_rank(matrix: Tensor) -> Tensor:
     return (values > values[..., -1:].clamp_min(0) * RANK_FLOOR).sum(-1)
 
 
-def compose_oscar(vectors: Tensor, signs: Tensor | None = None) -> Tensor:
+def compose_oscar(vectors: Tensor, signs: Tensor | None = None, ablate: Ablation = "none") -> Tensor:
     """Return R = U diag(signs) H P [H, d, d] of OSCAR (`r_h_pbr`), float64 (arXiv 2605.17757).
 
     H flattens the second moment whose ascending eigenvectors are `vectors`: diag(R^T C R) = trace(C) / d when d
@@ -57,10 +61,14 @@ def compose_oscar(vectors: Tensor, signs: Tensor | None = None) -> Tensor:
     Args:
         vectors: U [H, d, d], columns in ascending order of eigenvalue.
         signs: +-1 for each eigenvector, broadcastable to [H, d]; none by default.
+        ablate: Factor that is the identity, as in the paper's ablation (section 4); ``no-u`` keeps the signs.
     """
     exact = vectors.to(torch.float64)
+    d = exact.shape[-1]
+    if ablate == "no-u":
+        exact = torch.eye(d, dtype=torch.float64, device=exact.device).expand_as(exact)
     if signs is not None:
         exact = exact * signs.to(torch.float64).unsqueeze(-2)
-    d = vectors.shape[-1]
-    mixed = torch.matmul(exact, hadamard(d).to(exact.device))
-    return mixed[..., spread_order(d).to(exact.device)]
+    if ablate != "no-h":
+        exact = torch.matmul(exact, hadamard(d).to(exact.device))
+    return exact if ablate == "no-p" else exact[..., spread_order(d).to(exact.device)]

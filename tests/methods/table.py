@@ -9,7 +9,9 @@ from kvcq.spec.codec import Transform
 
 BOTH_MAPS = ("k.transform", "v.transform")
 OFFSETS = ("k.offset", "v.offset")
-CODEBOOK = ("k.transform", "k.query", "k.offset", "k.codebook", "k.codebook_fp16", "v.transform")
+METRIC = (*BOTH_MAPS, "k.query", "k.offset")
+WORDS = (*BOTH_MAPS, "k.codebook", "k.codebook_fp16")
+CODEBOOK = (*METRIC, "k.codebook", "k.codebook_fp16")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Row:
     v: Transform = "identity"
     roles: tuple[str, ...] = ()
     served: bool = True
+    # Largest plain error, relative. Without H one scale serves unequal channels, and a metric gives up plain error.
+    loss: float = 0.35
 
     @property
     def label(self) -> str:
@@ -43,6 +47,28 @@ TABLE = (
     ),
     Row("oscar-centered", {}, "orthogonal", "orthogonal", BOTH_MAPS + OFFSETS),
     Row("oscar-centered", {"granularity": "layer", "groups": 4}, "orthogonal", "orthogonal", BOTH_MAPS + OFFSETS),
+    Row("oscar", {"ablate": "no-u", "groups": 4, "signs": 1}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("oscar", {"ablate": "no-h", "key_target": "key"}, "orthogonal", "orthogonal", BOTH_MAPS, loss=0.4),
+    Row(
+        "oscar-centered",
+        {"ablate": "no-p", "groups": 4, "key_target": "key", "value_target": "value"},
+        "orthogonal",
+        "orthogonal",
+        BOTH_MAPS + OFFSETS,
+    ),
+    Row("oscar-lloyd", {}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("oscar-lloyd", {"variant": "main", "groups": 4, "signs": 2}, "orthogonal", "orthogonal", BOTH_MAPS),
+    Row("oscar-vq", {"iterations": 4}, "orthogonal", "orthogonal", (*WORDS, "k.codebook_scale")),
+    Row(
+        "oscar-vq",
+        {"iterations": 2, "codebook": "e5m2", "centred": True, "signs": 1, "rows": 512},
+        "orthogonal",
+        "orthogonal",
+        WORDS + OFFSETS,
+        served=False,
+    ),
+    Row("nova-sq", {}, "metric", "orthogonal", METRIC, loss=1.5),
+    Row("nova-sq", {"hadamard": True, "groups": 4, "floor": 1e-3}, "metric", "orthogonal", METRIC),
     Row("nova", {"iterations": 4}, "metric", "orthogonal", (*CODEBOOK, "k.codebook_scale")),
     Row(
         "nova",
