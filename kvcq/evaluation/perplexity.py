@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcq.errors import EvaluationError
-from kvcq.evaluation.session import Progress, Runner, finite, item
+from kvcq.evaluation.session import Chunking, Progress, Runner, finite, item
 from kvcq.evaluation.statistics import RESAMPLES, bootstrap
 from kvcq.spec.tasks import PerplexityScore
 
-CHUNK = 512
 SCORE_FROM = 0.5
 # exp of a larger loss is beyond float64; such a model is broken in any case.
 LARGEST_LOSS = 700.0
@@ -44,17 +43,17 @@ def first_scored(context: int) -> int:
 
 
 @torch.no_grad()
-def read_passage(runner: Runner, tokens: Tensor, first: int, chunk: int) -> Reading:
+def read_passage(runner: Runner, tokens: Tensor, first: int, chunking: Chunking) -> Reading:
     """Read one passage ``[T]`` in chunks and return the losses of the tokens first..T-1.
 
     Raises:
         EvaluationError: logits that are not finite.
     """
-    session = runner.start()
-    losses = []
     # The last token predicts nothing that is scored.
-    for start in range(0, len(tokens) - 1, chunk):
-        stop = min(start + chunk, len(tokens) - 1)
+    prompt = len(tokens) - 1
+    session = runner.start(prompt)
+    losses = []
+    for start, stop in chunking.spans(prompt):
         keep = stop - max(start, first - 1)
         logits = finite(session.extend(tokens[start:stop], max(keep, 1)), session)
         if keep > 0:
@@ -69,7 +68,7 @@ def measure_perplexity(
     passages: Sequence[Tensor],
     contexts: Sequence[int],
     *,
-    chunk: int = CHUNK,
+    chunking: Chunking,
     seed: int = 0,
     resamples: int = RESAMPLES,
     progress: Progress,
@@ -83,7 +82,7 @@ def measure_perplexity(
         runners: The BF16 reference first.
         passages: LongTensors of at least max(contexts) tokens.
         contexts: Context lengths.
-        chunk: Tokens in one forward.
+        chunking: How passages are cut into forwards.
         seed: Of the bootstrap.
         resamples: Of the bootstrap.
         progress: Told after each passage of each runner.
@@ -97,9 +96,10 @@ def measure_perplexity(
     for number, passage in enumerate(passages):
         for own, runner in zip(readings, runners, strict=True):
             with item(f"perplexity of {runner.name}, passage {number}"):
-                own.append(read_passage(runner, passage[: contexts[-1]], first_scored(contexts[0]), chunk))
+                own.append(read_passage(runner, passage[: contexts[-1]], first_scored(contexts[0]), chunking))
             progress(sum(map(len, readings)), total)
-    sums = [[chunk_sums(own, context, chunk) for context in contexts] for own in readings]
+    spans = chunking.spans(contexts[-1] - 1)
+    sums = [[chunk_sums(own, context, spans) for context in contexts] for own in readings]
     return [
         tuple(
             _score(context, len(passages), *mine, exact[0], seed, resamples)
@@ -109,16 +109,19 @@ def measure_perplexity(
     ]
 
 
-def chunk_sums(readings: Sequence[Reading], context: int, chunk: int) -> tuple[Losses, Losses]:
-    """Return (summed loss, tokens) of every scored chunk of all passages at a context, each ``[chunks]``."""
-    sums, counts = [], []
+def chunk_sums(readings: Sequence[Reading], context: int, spans: Sequence[tuple[int, int]]) -> tuple[Losses, Losses]:
+    """Return (summed loss, tokens) of every forward's scored tokens of all passages, each ``[chunks]``.
+
+    Args:
+        readings: Of the passages.
+        context: Tokens scored are those of its second half.
+        spans: Ranges of the forwards; one that begins at `start` predicts the tokens from `start` + 1 on.
+    """
     first = first_scored(context)
-    # Tokens start+1 .. start+chunk are predicted by the forward that begins at start.
-    for reading in readings:
-        for start in range((first - 1) // chunk * chunk, context - 1, chunk):
-            begin, end = max(start + 1, first), min(start + chunk + 1, context)
-            sums.append(math.fsum(reading.losses[begin - reading.first : end - reading.first]))
-            counts.append(end - begin)
+    scored = [(max(start + 1, first), min(stop + 1, context)) for start, stop in spans]
+    scored = [(begin, end) for begin, end in scored if begin < end]
+    sums = [math.fsum(own.losses[begin - own.first : end - own.first]) for own in readings for begin, end in scored]
+    counts = [end - begin for begin, end in scored] * len(readings)
     return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
 
 

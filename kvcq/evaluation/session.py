@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvcq.errors import EvaluationError, ResourceError
+from kvcq.spec.boundary import served_boundaries
+
+CHUNK = 512
 
 Progress = Callable[[int, int], None]
 """Told ``(done, total)`` items after each."""
@@ -46,8 +50,30 @@ class Runner(Protocol):
     def name(self) -> str:
         """The artifact's name in the report."""
 
-    def start(self) -> Session:
-        """Return a session with an empty cache; it is the runner's only live one."""
+    def start(self, prompt: int) -> Session:
+        """Return a session with an empty cache for a prompt of so many tokens; what follows them is decoding."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How a prompt is cut into forwards.
+
+    Attributes:
+        chunk: Tokens in one forward.
+        cached_at: Where a prefix was found in the cache: a forward begins there whatever the chunk.
+    """
+
+    chunk: int = CHUNK
+    cached_at: int | None = None
+
+    def spans(self, n: int) -> list[tuple[int, int]]:
+        """Return the half-open ranges of the forwards of `n` tokens.
+
+        Raises:
+            ValueError: `cached_at` outside (0, n), or a chunk below 1.
+        """
+        starts = [0, *(boundary.position for boundary in served_boundaries(n, self.chunk, self.cached_at))]
+        return list(pairwise([*starts, n]))
 
 
 @dataclass(frozen=True)
@@ -79,15 +105,15 @@ def item(name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def prefill(session: Session, tokens: Tensor, chunk: int) -> Tensor:
-    """Append tokens ``[n]``, at most `chunk` a forward, and return the logits ``[vocab]`` of the last, float32.
+def prefill(session: Session, tokens: Tensor, chunking: Chunking) -> Tensor:
+    """Append a prompt ``[n]`` forward by forward, and return the logits ``[vocab]`` of its last token, float32.
 
     Raises:
         EvaluationError: logits that are not finite.
     """
     logits = torch.empty(0)
-    for start in range(0, len(tokens), chunk):
-        logits = session.extend(tokens[start : start + chunk])
+    for start, stop in chunking.spans(len(tokens)):
+        logits = session.extend(tokens[start:stop])
     return finite(logits, session)[-1]
 
 

@@ -117,9 +117,9 @@ class AgreementScore(SpecModel):
         prompts: Prompts continued.
         tokens: Reference tokens compared, all prompts together.
         first_divergence: Of each prompt, index of the first generated token that differs; None: none did.
-        near_ties: First divergences at steps where the reference itself is undecided (see `AgreementSettings`).
+        near_ties: First divergences where the reference itself is undecided (see `AgreementSettings`).
         agreement: float of steps whose likeliest token is the reference's, its own tokens fed.
-        interval: Of the agreement, prompts resampled.
+        interval: Of the agreement, blocks of 8 consecutive steps resampled.
         kl: Mean KL(P_ref || P) along the reference's tokens.
         kl_max: The largest of a step.
     """
@@ -136,17 +136,17 @@ class AgreementScore(SpecModel):
 
 
 class DecodeKLScore(SpecModel):
-    """Next-token distributions of single-token steps after one context, the text's own tokens fed.
+    """Next-token distributions of single-token steps after one context, the reference's own greedy tokens fed.
 
     Attributes:
         context: Tokens in the cache before the first step.
         passages: Passages read.
         steps: Steps measured, all passages together.
         kl: Mean KL(P_ref || P) over the full vocabulary.
-        interval: Of the mean, steps resampled.
+        interval: Of the mean, blocks of 8 consecutive steps resampled.
         kl_median, kl_p90, kl_max: Quantiles of the KL over steps.
         top1: float of steps with the reference's likeliest token.
-        nll: Mean negative log-likelihood of the text's tokens.
+        nll: Mean negative log-likelihood of the tokens.
         nll_reference: The same under the BF16 reference.
     """
 
@@ -204,9 +204,9 @@ class NeedleSettings(SpecModel):
 
 
 class AgreementSettings(SpecModel):
-    """A first divergence is a near-tie where the reference's top-2 gap is below `near_tie` x max |logit error|.
+    """A first divergence is a near-tie where the reference's two likeliest tokens are within `near_tie` nats.
 
-    The logit error is that of the step itself, over the full vocabulary.
+    Generation is greedy and goes on past the end-of-text token.
     """
 
     contexts: tuple[int, ...]

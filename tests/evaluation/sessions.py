@@ -25,7 +25,8 @@ class PlainRunner:
     def __init__(self, name="bf16 reference", model=None, change=lambda logits, length: logits):
         self.name, self.model, self.change, self.forwards = name, model or tiny_model("llama"), change, 0
 
-    def start(self):
+    def start(self, prompt):
+        assert prompt >= 1
         return PlainSession(self.model, self._count)
 
     def _count(self, logits, length):

@@ -8,6 +8,7 @@ import torch
 
 from kvcq.errors import EvaluationError
 from kvcq.evaluation.perplexity import Reading, chunk_sums, first_scored, measure_perplexity, read_passage
+from kvcq.evaluation.session import Chunking
 from kvcq.models.library import forward
 from tests.evaluation.sessions import PlainRunner, passages, quiet, scaled
 from tests.tiny import tiny_model
@@ -24,14 +25,14 @@ def one_pass(model, tokens, first):
 )
 def test_chunked_losses_of_an_exact_cache_are_those_of_one_pass(chunk, first):
     model, tokens = tiny_model("llama"), passages(1, 64)[0]
-    reading = read_passage(PlainRunner(model=model), tokens, first, chunk)
+    reading = read_passage(PlainRunner(model=model), tokens, first, Chunking(chunk))
     np.testing.assert_allclose(reading.losses, one_pass(model, tokens, first), atol=1e-4)
 
 
 def test_all_contexts_come_from_one_reading_and_score_their_second_half():
     model, texts = tiny_model("llama"), passages(2, 96)
     runner = PlainRunner(model=model)
-    (scores,) = measure_perplexity([runner], texts, [96, 48], chunk=16, progress=quiet)
+    (scores,) = measure_perplexity([runner], texts, [96, 48], chunking=Chunking(16), progress=quiet)
     assert runner.forwards == 2 * 6
     for score, context in zip(scores, (48, 96), strict=True):
         losses = np.concatenate([one_pass(model, text[:context], context // 2) for text in texts])
@@ -45,7 +46,7 @@ def test_all_contexts_come_from_one_reading_and_score_their_second_half():
 def test_an_equal_runner_has_ratio_one_exactly_and_a_worse_one_more():
     model, texts = tiny_model("llama"), passages(2, 64)
     runners = [PlainRunner(model=model), PlainRunner("same", model), PlainRunner("flat", model, scaled(3.0))]
-    rows = measure_perplexity(runners, texts, [64], chunk=16, progress=quiet)
+    rows = measure_perplexity(runners, texts, [64], chunking=Chunking(16), progress=quiet)
     reference, same, flat = (row[0] for row in rows)
     assert same == reference and same.ratio == same.ratio_interval.low == same.ratio_interval.high == 1.0
     assert flat.ratio == pytest.approx(flat.perplexity / reference.perplexity)
@@ -55,15 +56,16 @@ def test_an_equal_runner_has_ratio_one_exactly_and_a_worse_one_more():
 def test_the_same_seed_gives_the_same_scores():
     model, texts = tiny_model("llama"), passages(1, 64)
     first, again = (
-        measure_perplexity([PlainRunner(model=model)], texts, [64], chunk=16, progress=quiet) for _ in range(2)
+        measure_perplexity([PlainRunner(model=model)], texts, [64], chunking=Chunking(16), progress=quiet)
+        for _ in range(2)
     )
     assert first == again
 
 
 def test_chunks_partition_the_scored_tokens():
     reading = Reading(10, np.arange(10, 100, dtype=np.float64))
-    for context, chunk in ((100, 16), (64, 7), (33, 100), (20, 1)):
-        sums, counts = chunk_sums([reading], context, chunk)
+    for context, chunk, cached in ((100, 16, None), (64, 7, 23), (33, 100, None), (20, 1, None), (100, 16, 50)):
+        sums, counts = chunk_sums([reading], context, Chunking(chunk, cached).spans(99))
         first = first_scored(context)
         assert counts.sum() == context - first and sums.sum() == sum(range(first, context))
         assert counts.max() <= chunk
@@ -76,11 +78,13 @@ def test_a_token_that_is_not_finite_names_runner_passage_and_position():
     model = tiny_model("llama")
     runners = [PlainRunner(model=model), PlainRunner("bad", model, broken)]
     with pytest.raises(EvaluationError, match="not finite") as caught:
-        measure_perplexity(runners, passages(1, 64), [64], chunk=16, progress=quiet)
+        measure_perplexity(runners, passages(1, 64), [64], chunking=Chunking(16), progress=quiet)
     assert caught.value.where == "perplexity of bad, passage 0, position 32" and caught.value.exit_code == 1
 
 
 def test_an_impossible_loss_is_an_error_and_no_number():
     model = tiny_model("llama")
     with pytest.raises(EvaluationError, match="no perplexity"):
-        measure_perplexity([PlainRunner(model=model, change=scaled(1e4))], passages(1, 64), [64], progress=quiet)
+        measure_perplexity(
+            [PlainRunner(model=model, change=scaled(1e4))], passages(1, 64), [64], chunking=Chunking(16), progress=quiet
+        )
