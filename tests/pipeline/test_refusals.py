@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvcq.artifacts.verify import verify
 from kvcq.errors import CorruptArtifactError, EvaluationError, InputError, KvcqError, MismatchError
 from kvcq.methods.nova import Nova
+from kvcq.pipeline import subjects
 from kvcq.pipeline import validate as validate_module
 from kvcq.pipeline.fit import fit
 from kvcq.pipeline.pack import pack
