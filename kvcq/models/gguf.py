@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from kvcq.errors import InputError, ResourceError
+from kvcq.errors import InputError, KvcqError, ResourceError
+from kvcq.models.gguf_check import GgufHeader, read_header
 from kvcq.models.library import quiet_library, refuse_incomplete
 
-MAGIC = b"GGUF"
+# Numbers that a model may have beyond twice those of its file (tied embeddings): tables of positions, masks.
+SLACK = 1 << 25
 
 
 def gguf_folder(path: Path, cache: Path, progress: Callable[[str], None] | None = None) -> Path:
@@ -26,7 +29,7 @@ def gguf_folder(path: Path, cache: Path, progress: Callable[[str], None] | None 
 
     Raises:
         InputError: not a readable GGUF file of a known architecture.
-        ResourceError: the disk is full.
+        ResourceError: the disk is or would be full, or the header is beyond a cap of `read_header`.
     """
     resolved = path.resolve()
     state = resolved.stat()
@@ -41,39 +44,61 @@ def convert_gguf(gguf_path: Path, dest_folder: Path, progress: Callable[[str], N
 
     Raises:
         InputError: not a readable GGUF file of a known architecture.
-        ResourceError: the disk is full.
+        ResourceError: the disk is or would be full, or the header is beyond a cap of `read_header`.
     """
     if dest_folder.is_dir():
         return dest_folder
-    with gguf_path.open("rb") as file:
-        if file.read(4) != MAGIC:
-            raise InputError("not a GGUF file", where=gguf_path.name, fix="check that the download is complete")
+    header = read_header(gguf_path)
+    _require_disk(header.decoded_bytes, dest_folder, gguf_path.name)
     if progress:
         progress(f"converting {gguf_path.name} to a bfloat16 folder (once)")
-    dest_folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{dest_folder.name}-", dir=dest_folder.parent))
+    staging = None
     try:
-        _write_folder(gguf_path, staging)
+        dest_folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{dest_folder.name}-", dir=dest_folder.parent))
+        _write_folder(gguf_path, staging, header)
         _move_into_place(staging, dest_folder)
     except OSError as error:
         raise ResourceError(f"cannot convert: {error.strerror or error}", where=gguf_path.name) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
     return dest_folder
 
 
-def _write_folder(gguf_path: Path, folder: Path) -> None:
-    source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
+def _require_disk(needed: int, dest: Path, label: str) -> None:
+    place = next(folder for folder in dest.absolute().parents if folder.is_dir())
+    if (free := shutil.disk_usage(place).free) < needed:
+        what = f"the converted model takes {needed} bytes, {free} are free in {place}"
+        raise ResourceError(what, where=label, fix="free some disk space")
+
+
+def _write_folder(gguf_path: Path, folder: Path, header: GgufHeader) -> None:
     try:
         # The library draws a bar here that no switch turns off.
         with quiet_library(), contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.bfloat16, output_loading_info=True
-            )
+            _convert(gguf_path, folder, header)
+    except MemoryError as error:
+        raise ResourceError("out of memory", where=gguf_path.name) from error
+    except SafetensorError as error:
+        raise ResourceError(f"cannot write the converted model: {error}", where=gguf_path.name) from error
     except Exception as error:
+        # The library's own complaints are OSErrors too, without a number.
+        if isinstance(error, KvcqError) or getattr(error, "errno", None) is not None:
+            raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
         raise InputError(f"the GGUF file cannot be read: {reason}", where=gguf_path.name) from error
+
+
+def _convert(gguf_path: Path, folder: Path, header: GgufHeader) -> None:
+    source = {"pretrained_model_name_or_path": str(gguf_path.parent), "gguf_file": gguf_path.name}
+    config = AutoConfig.from_pretrained(**source)
+    _refuse_inflated(config, header, gguf_path.name)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        **source, config=config, dtype=torch.bfloat16, output_loading_info=True
+    )
     refuse_incomplete(report, gguf_path.name)
     # The library refuses save_pretrained() on a model read from GGUF, so the folder is written by hand.
     state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
@@ -86,6 +111,16 @@ def _write_folder(gguf_path: Path, folder: Path) -> None:
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _refuse_inflated(config: PretrainedConfig, header: GgufHeader, label: str) -> None:
+    """Refuse metadata of a model far larger than the tensors: the library would allocate what is missing."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    declared = sum(tensor.numel() for group in (model.parameters(), model.buffers()) for tensor in group)
+    if declared > 2 * header.numbers + SLACK:
+        what = f"its metadata describe a model of {declared} numbers, its tensors hold {header.numbers}"
+        raise InputError(what, where=label)
 
 
 def _move_into_place(staging: Path, dest: Path) -> None:
