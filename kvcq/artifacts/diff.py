@@ -12,6 +12,7 @@ import numpy as np
 from kvcq.artifacts.bundle import Bundle
 from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
+from kvcq.artifacts.scores_file import ScoresArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
 from kvcq.artifacts.verify import Artifact, read_any
 from kvcq.spec.compare import flatten
@@ -56,7 +57,7 @@ def diff(a: Path, b: Path) -> list[Difference]:
 def _fields(artifact: Artifact) -> dict[str, Any]:
     if isinstance(artifact, Bundle):
         header = artifact.manifest.plain()
-    elif isinstance(artifact, ReportArtifact):
+    elif isinstance(artifact, ReportArtifact | ScoresArtifact):
         header = artifact.report.plain()
     else:
         header = artifact.header.plain()
@@ -68,6 +69,8 @@ def _tensors(artifact: Artifact) -> Mapping[str, np.ndarray]:
         return {**artifact.moments, **artifact.sample_file.arrays()}
     if isinstance(artifact, FitArtifact | Bundle):
         return artifact.tensors
+    if isinstance(artifact, ScoresArtifact):
+        return {}
     return {f"{file}.{name}": array for file, arrays in artifact.canaries.items() for name, array in arrays.items()}
 
 

@@ -1,4 +1,4 @@
-"""The four kinds of artifact, the files that make each of them, and how a path is recognised."""
+"""The five kinds of artifact, the files that make each of them, and how a path is recognised."""
 
 from __future__ import annotations
 
@@ -8,27 +8,45 @@ from typing import Literal
 from kvcq.errors import CorruptArtifactError, InputError
 from kvcq.spec import canonical
 
-Kind = Literal["stats", "fit", "report", "bundle"]
+Kind = Literal["stats", "fit", "report", "bundle", "scores"]
 
 MIB = 1 << 20
 
 # The bundle comes first: it contains a report.json of its own.
-MANIFESTS: dict[Kind, str] = {"bundle": "kvcq.json", "stats": "stats.json", "fit": "fit.json", "report": "report.json"}
+MANIFESTS: dict[Kind, str] = {
+    "bundle": "kvcq.json",
+    "stats": "stats.json",
+    "fit": "fit.json",
+    "report": "report.json",
+    "scores": "scores.json",
+}
 
 FILES: dict[Kind, frozenset[str]] = {
     "bundle": frozenset({"kvcq.safetensors", "report.json", "README.md", "canary.safetensors"}),
     "stats": frozenset({"moments.safetensors", "samples.safetensors"}),
     "fit": frozenset({"tensors.safetensors"}),
     "report": frozenset({"report.html", "run.json"}),
+    "scores": frozenset({"answers.jsonl", "scores.html", "run.json"}),
 }
 
 # The manifest of an interrupted collection, which is no artifact: no step accepts it in place of one.
 CHECKPOINT = "checkpoint.json"
 
 # A file that only one kind has: without the manifest next to it the artifact is incomplete.
-TELLTALES = {"kvcq.safetensors": "bundle", "moments.safetensors": "stats", "tensors.safetensors": "fit"}
+TELLTALES = {
+    "kvcq.safetensors": "bundle",
+    "moments.safetensors": "stats",
+    "tensors.safetensors": "fit",
+    "answers.jsonl": "scores",
+}
 
-SIZE_CAPS = {".json": canonical.MAX_BYTES, ".md": 4 * MIB, ".html": 64 * MIB, ".safetensors": 65536 * MIB}
+SIZE_CAPS = {
+    ".json": canonical.MAX_BYTES,
+    ".md": 4 * MIB,
+    ".html": 64 * MIB,
+    ".jsonl": 4096 * MIB,
+    ".safetensors": 65536 * MIB,
+}
 
 AGAIN = "copy or download it again, or run the step that wrote it again"
 

@@ -10,10 +10,11 @@ from kvcq.artifacts.fit_file import FitArtifact, load_fit
 from kvcq.artifacts.integrity import open_files
 from kvcq.artifacts.kinds import AGAIN, MANIFESTS, Kind, kind_of
 from kvcq.artifacts.report_file import ReportArtifact, load_report
+from kvcq.artifacts.scores_file import ScoresArtifact, load_scores
 from kvcq.artifacts.stats_file import StatsArtifact, load_stats
 from kvcq.errors import CorruptArtifactError
 
-Artifact = StatsArtifact | FitArtifact | ReportArtifact | Bundle
+Artifact = StatsArtifact | FitArtifact | ReportArtifact | Bundle | ScoresArtifact
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ def _read(path: Path) -> tuple[Artifact, Intact]:
         digest, tensors = artifact.header.digest, artifact.header.tensors_digest
     elif kind == "report":
         artifact = load_report(files)
+        digest = artifact.report.digest
+    elif kind == "scores":
+        artifact = load_scores(files)
         digest = artifact.report.digest
     else:
         artifact = load_bundle(files)

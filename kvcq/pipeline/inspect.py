@@ -10,6 +10,7 @@ from kvcq.artifacts import diff as differences
 from kvcq.artifacts import verify as checks
 from kvcq.artifacts.fit_file import FitArtifact
 from kvcq.artifacts.report_file import ReportArtifact
+from kvcq.artifacts.scores_file import ScoresArtifact
 from kvcq.artifacts.stats_file import StatsArtifact
 from kvcq.errors import visible
 from kvcq.pipeline.result import Answer, aligned
@@ -17,6 +18,7 @@ from kvcq.spec.header import FitHeader, StatsHeader
 from kvcq.spec.manifest import Manifest
 from kvcq.spec.plan import LayerPlan
 from kvcq.spec.report import Report
+from kvcq.spec.scores import ScoresReport
 
 SHOWN = 60
 
@@ -54,6 +56,8 @@ def inspect(path: Path) -> Answer:
         return _answer("fit", artifact.header, _fit(artifact.header))
     if isinstance(artifact, ReportArtifact):
         return _answer("report", artifact.report, _report(artifact.report))
+    if isinstance(artifact, ScoresArtifact):
+        return _answer("scores", artifact.report, _scores(artifact.report))
     return _answer("bundle", artifact.manifest, _bundle(artifact.manifest))
 
 
@@ -165,6 +169,16 @@ def _report(report: Report) -> list[tuple[str, str]]:
         kl = ", ".join(f"{entry.metrics.kl:.4g} at {entry.context}" for entry in artifact.contexts)
         rows.append((artifact.name, f"KL {kl}"))
     return [*rows, ("digest", report.digest)]
+
+
+def _scores(report: ScoresReport) -> list[tuple[str, str]]:
+    sampling = report.sampling
+    rows = [("asked", f"{sampling.samples} samples, temperature {sampling.temperature:g}, seed {sampling.seed}")]
+    rows += [(f"task {task.task}", f"{task.items} items") for task in report.tasks]
+    for server in report.servers:
+        found = ", ".join(f"{row.task} {row.score:.3f} ({row.truncated} truncated)" for row in server.tasks)
+        rows.append((server.name, f"{server.model}: {found}"))
+    return [*rows, ("digest", report.digest)] + [("warning", line) for line in report.warnings]
 
 
 def _short(value: Any) -> str:

@@ -29,7 +29,14 @@ class Writes(Protocol):
 
 
 # What each verb writes, and the fields of requests that name artifacts it reads.
-KINDS = {"collect": "stats", "merge": "stats", "fit": "fit", "validate": "report", "pack": "bundle"}
+KINDS = {
+    "collect": "stats",
+    "merge": "stats",
+    "fit": "fit",
+    "validate": "report",
+    "validate_server": "scores",
+    "pack": "bundle",
+}
 INPUTS = ("stats", "fit", "report", "artifacts", "shards")
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
