@@ -71,12 +71,15 @@ class Method(ABC):
         summary: One line for ``kvcq methods``.
         paper: Where the method comes from, or the empty string.
         quantizes: False for the BF16 reference, whose layers are never fitted.
+        unserved: Why no serving page holds its codes (as `CodecSpec.unserved` says it) whatever the parameters, or
+            None for a method whose defaults are served.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str] = ""
     quantizes: ClassVar[bool] = True
+    unserved: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -87,6 +90,14 @@ class Method(ABC):
 
         Raises:
             InputError: names the layer and what is allowed.
+        """
+        return
+
+    def check_windows(self, windows: Windows) -> None:
+        """Refuse windows under which the codes of these parameters would not be complete when they are read.
+
+        Raises:
+            InputError: names the parameter and what the windows allow.
         """
         return
 

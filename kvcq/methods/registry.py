@@ -31,6 +31,12 @@ BUILT_IN = {
     "oscar-vq": "kvcq.methods.oscar_vq:OscarVq",
     "nova": "kvcq.methods.nova:Nova",
     "nova-sq": "kvcq.methods.nova_sq:NovaSq",
+    "kivi": "kvcq.methods.kivi:Kivi",
+    "kitty": "kvcq.methods.kitty:Kitty",
+    "saw-int4": "kvcq.methods.saw_int4:SawInt4",
+    "turboquant": "kvcq.methods.turboquant:Turboquant",
+    "kvquant-nuq": "kvcq.methods.kvquant_nuq:KvquantNuq",
+    "rotatekv": "kvcq.methods.rotatekv:Rotatekv",
 }
 
 
@@ -48,7 +54,8 @@ class ParameterInfo:
 class MethodInfo:
     """One method, for display. `origin` is ``kvcq`` or the distribution that brings it.
 
-    `problem` says why a third-party method cannot be used; its other fields are then empty.
+    `problem` says why a third-party method cannot be used; its other fields are then empty. `unserved` says why its
+    codes are for accuracy only, or is None.
     """
 
     name: str
@@ -57,6 +64,7 @@ class MethodInfo:
     origin: str
     parameters: tuple[ParameterInfo, ...] = ()
     problem: str | None = None
+    unserved: str | None = None
 
 
 def available() -> list[str]:
@@ -127,7 +135,7 @@ def describe() -> list[MethodInfo]:
             ParameterInfo(item.name, cast(Scalar, item.default), allowed_values(item), item.metadata["doc"])
             for item in dataclasses.fields(kind)
         )
-        rows.append(MethodInfo(name, kind.summary, kind.paper, origin, parameters))
+        rows.append(MethodInfo(name, kind.summary, kind.paper, origin, parameters, unserved=kind.unserved))
     return rows
 
 

@@ -28,3 +28,14 @@ def hadamard(d: int, dtype: torch.dtype = torch.float64) -> Tensor:
     while signs.shape[0] < block:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)], 0)
     return torch.block_diag(*[signs / block**0.5] * (d // block)).to(dtype)
+
+
+def block_hadamard(d: int, order: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return equal Hadamard blocks of `order` channels on the diagonal of [d, d], each over sqrt(order).
+
+    Raises:
+        ValueError: `order` is no power of two that divides `d`.
+    """
+    if power_of_two_divisor(order) != order or d % order:
+        raise ValueError(f"Hadamard blocks of {order} channels do not divide a head dim of {d}")
+    return torch.block_diag(*[hadamard(order)] * (d // order)).to(dtype)

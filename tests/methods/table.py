@@ -9,6 +9,7 @@ from kvcq.spec.codec import Transform
 
 BOTH_MAPS = ("k.transform", "v.transform")
 OFFSETS = ("k.offset", "v.offset")
+LEVELS = ("k.levels", "v.levels")
 METRIC = (*BOTH_MAPS, "k.query", "k.offset")
 WORDS = (*BOTH_MAPS, "k.codebook", "k.codebook_fp16")
 CODEBOOK = (*METRIC, "k.codebook", "k.codebook_fp16")
@@ -78,4 +79,16 @@ TABLE = (
         CODEBOOK,
         served=False,
     ),
+    Row("kivi", {}, served=False),
+    Row("kivi", {"group_tokens": 32, "group_channels": 16}, served=False),
+    Row("kitty", {}, served=False),
+    Row("kitty", {"promoted": 0.25, "group_tokens": 16}, served=False),
+    Row("saw-int4", {}, "orthogonal", roles=("k.transform",), served=False),
+    Row("saw-int4", {"rotate_values": True}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
+    Row("turboquant", {}, "orthogonal", "orthogonal", BOTH_MAPS + LEVELS, served=False),
+    Row("turboquant", {"bits_k": 4, "bits_v": 2}, "orthogonal", "orthogonal", BOTH_MAPS + LEVELS, served=False),
+    Row("kvquant-nuq", {}, roles=("k.bounds", *LEVELS), served=False),
+    Row("kvquant-nuq", {"bits": 3, "outliers": 0.0, "rows": 512}, roles=("k.bounds", *LEVELS), served=False),
+    Row("rotatekv", {}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
+    Row("rotatekv", {"groups": 4}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
 )
