@@ -54,7 +54,8 @@ ROWS = (
     Row("oscar-vq", "oscar-vq", draws=True, codebooks=True),
     Row("oscar-vq centred", "oscar-vq", ("centred=true",), draws=True, codebooks=True),
     Row("nova-sq", "nova-sq"),
-    Row("nova-sq g4", "nova-sq", ("groups=4",)),
+    # The clip spans the whole head: with a scale for each run of axes it would only cut the strongest run.
+    Row("nova-sq g4", "nova-sq", ("groups=4", "clip_k=1.0")),
     Row("nova-sq h", "nova-sq", ("hadamard=true",)),
     Row("nova", "nova", codebooks=True),
     Row("nova snake", "nova", ("partition=snake",), codebooks=True),
