@@ -128,6 +128,8 @@ def allowed_values(item: dataclasses.Field[Any]) -> str:
     rules = item.metadata
     if rules["choices"] is not None:
         return " or ".join(str(choice) for choice in rules["choices"])
+    if isinstance(item.default, bool):
+        return "true or false"
     kind = type(item.default).__name__
     low, high = rules["low"], rules["high"]
     article = "an" if kind[0] in "aeiou" else "a"

@@ -88,6 +88,8 @@ def test_every_parameter_is_described() -> None:
         ("nova", {"iterations": 0}, "1 to 1000"),
         ("naive-int2", {"groups": 0}, "at least 1"),
         ("nova", {"partition": None}, "deal or snake"),
+        ("oscar-vq", {"centred": "yes"}, "true or false"),
+        ("oscar", {"ablate": "u"}, "none or no-u or no-h or no-p"),
     ],
 )
 def test_bad_names_and_values_are_refused_in_one_line(name: str, params: dict[str, Any], says: str) -> None:
