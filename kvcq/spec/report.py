@@ -11,6 +11,7 @@ from kvcq.spec.files import FileEntry, Sha256
 from kvcq.spec.header import DataSource
 from kvcq.spec.identity import Identity, Provenance
 from kvcq.spec.plan import Windows
+from kvcq.spec.sweep import Sweep
 from kvcq.spec.tasks import PairTest, TaskScores, TaskSettings
 
 
@@ -157,11 +158,12 @@ class Report(GrowingModel):
     """``report.json``, the record that pack seals into a bundle.
 
     `chunk` and `cached_at` are the prefill of ``served`` semantics: tokens a chunk, and where a prefix was found in the
-    cache. `tasks` are the settings of model-level tasks, `pairs` their paired tests. `files` lists the canaries and
-    ``report.html``; `digest` is the SHA-256 of the canonical report without that field. The writer fills in both.
+    cache. `tasks` are the settings of model-level tasks, `pairs` their paired tests. `sweep` says which rows are points
+    of a grid. `files` lists the canaries and ``report.html``; `digest` is the SHA-256 of the canonical report without
+    that field. The writer fills in both.
     """
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"chunk", "cached_at", "tasks", "pairs"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"chunk", "cached_at", "tasks", "pairs", "sweep"})
 
     format: Literal["kvcq.report"] = "kvcq.report"
     version: Literal[1] = 1
@@ -177,6 +179,7 @@ class Report(GrowingModel):
     gates: tuple[GateResult, ...] = ()
     tasks: TaskSettings | None = None
     pairs: tuple[PairTest, ...] = ()
+    sweep: Sweep | None = None
     warnings: tuple[str, ...] = ()
     versions: dict[str, str]
     command: str = Field(default="")
