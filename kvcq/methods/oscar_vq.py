@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class OscarVq(VectorMethod):
     """Keys ``r = k U H P`` of the query moment in product codebooks, values as in OSCAR.
 
-    H gives all channels about the same query-weighted error, so the plain distance of words is close to NOVA-KV's
-    metric without its inverse. ``centred`` codes ``k - mu`` and ``v - nu`` as `OscarCentered` does.
+    U H gives every channel the same mean query weight, so the plain distance of words stands in for NOVA-KV's metric:
+    only the correlation of weights between channels is lost. ``centred`` codes ``k - mu`` and ``v - nu`` as `OscarCentered` does.
     """
 
     name = "oscar-vq"
