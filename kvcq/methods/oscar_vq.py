@@ -20,7 +20,8 @@ class OscarVq(VectorMethod):
     """Keys ``r = k U H P`` of the query moment in product codebooks, values as in OSCAR.
 
     U H gives every channel the same mean query weight, so the plain distance of words stands in for NOVA-KV's metric:
-    only the correlation of weights between channels is lost. ``centred`` codes ``k - mu`` and ``v - nu`` as `OscarCentered` does.
+    only what the weights of different channels have in common is lost. ``centred`` codes ``k - mu`` and ``v - nu`` as
+    `OscarCentered` does.
     """
 
     name = "oscar-vq"
