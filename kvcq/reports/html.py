@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from kvcq.reports import layers, svg, tables
+from kvcq.reports.heat import heat_map, heat_scale
+from kvcq.reports.kl_chart import kl_chart
 from kvcq.reports.summary import (
     BF16_BITS,
     bits_at,
@@ -35,7 +37,7 @@ def render_html(report: Report) -> str:
 
     Every foreign string is escaped; the page declares a policy that forbids loading anything.
     """
-    scale = svg.heat_scale(report)
+    scale = heat_scale(report)
     chosen, best = candidates(report), closest(report)
     return environment().get_template("report.html.j2").render(
         report=report,
@@ -47,11 +49,11 @@ def render_html(report: Report) -> str:
         longest=max(contexts(report), default=0),
         bytes=tables.bytes_table(report),
         fidelity=tables.report_fidelity(report),
-        chart=svg.kl_chart(report),
+        chart=kl_chart(report),
         chart_table=_chart_table(report),
         shares=layers.share_table(report),
         worst=tables.worst_table(report, 5),
-        maps=[(clean(a.name), svg.heat_map(a, scale, key=f"map{i}"), _heat_table(a)) for i, a in enumerate(chosen)],
+        maps=[(clean(a.name), heat_map(a, scale, key=f"map{i}"), _heat_table(a)) for i, a in enumerate(chosen)],
         details=[_detail(a, opened=a is best) for a in chosen],
         skipped=tables.skipped_table(report),
         folds=tables.fold_table(report),

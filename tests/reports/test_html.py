@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from kvcq.reports import render_html
-from kvcq.reports.svg import heat_map, heat_scale, kl_chart
+from kvcq.reports.heat import heat_map, heat_scale
+from kvcq.reports.kl_chart import kl_chart
 from tests.reports.sample import HEADS, LAYERS, METHODS, artifact, reference, sample_manifest, sample_report
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=y>{{ 7*7 }}&\u202e\x1b"
