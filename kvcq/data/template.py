@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcq.data.documents import Document
-from kvcq.errors import InputError
+from kvcq.data.rendering import find_template, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def iter_tokens(
     if resolve_policy(document, policy) == "chat":
         messages = document.messages or [{"role": "user", "content": document.text}]
         fix = "give plain text (--template raw, or --text-column), or pass --chat-template FILE"
-        for piece in pieces(_render(tokenizer, messages, chat_template, fix)):
+        for piece in pieces(render(tokenizer, messages, find_template(tokenizer, chat_template, fix))):
             yield _ids(tokenizer, piece, special=False)
         return
     before, after = _specials(tokenizer)
@@ -88,10 +88,9 @@ def chat_prompt(
     Raises:
         InputError: the tokenizer has no chat template, or the template refuses the conversation.
     """
-    template = _template(tokenizer, chat_template, "pass --chat-template FILE")
+    template = find_template(tokenizer, chat_template, "pass --chat-template FILE")
     options = {"enable_thinking": thinking} if "enable_thinking" in template else {}
-    turns = [dict(turn) for turn in messages]
-    text = _render(tokenizer, turns, chat_template, "pass --chat-template FILE", add_generation_prompt=True, **options)
+    text = render(tokenizer, [dict(turn) for turn in messages], template, add_generation_prompt=True, **options)
     ids = _ids(tokenizer, text + answer_prefix, special=False)
     return ids[1:] if starts_with_two_bos(tokenizer, ids) else ids
 
@@ -147,33 +146,3 @@ def _content(content: object) -> str:
     if isinstance(content, list):
         return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
     return content if isinstance(content, str) else ""
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, fix: str) -> str:
-    """Return the Jinja2 text that will be rendered."""
-    try:
-        template = tokenizer.get_chat_template(chat_template)
-    except (ValueError, NotImplementedError):  # none, or several of which none is the default
-        template = ""
-    if not template:
-        raise InputError("the tokenizer has no chat template", where=_name(tokenizer), fix=fix)
-    return template
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    chat_template: str | None,
-    fix: str,
-    **options: bool,
-) -> str:
-    template = _template(tokenizer, chat_template, fix)
-    try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options))
-    except Exception as error:  # a template is foreign code: whatever it raises is about this conversation
-        what = f"the chat template refuses a conversation, {' '.join(str(error).split()) or type(error).__name__}"
-        raise InputError(what, where=_name(tokenizer), fix="check the roles and their order") from error
-
-
-def _name(tokenizer: PreTrainedTokenizerBase) -> str:
-    return getattr(tokenizer, "name_or_path", "") or "tokenizer"

@@ -12,6 +12,8 @@ from kvcq.models.load import LoadedModel, load_model
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import CollectRequest, ModelRequest, ValidateRequest
 
+TEXT_BYTES = 1 << 20
+
 
 def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> LoadedModel:
     """Load the model of a request; `longest` decides which branch of a length-dependent RoPE is in force.
@@ -71,11 +73,15 @@ def read_text(path: Path | None, flag: str) -> str | None:
     """Read a small text file given by a flag, or None.
 
     Raises:
-        InputError: unreadable or not UTF-8.
+        InputError: unreadable, larger than 1 MiB, or not UTF-8.
     """
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(TEXT_BYTES + 1)
+        if len(raw) > TEXT_BYTES:
+            raise InputError(f"{path} is larger than {TEXT_BYTES} bytes", where=flag)
+        return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}", where=flag, fix="name a readable UTF-8 file") from None

@@ -1,7 +1,10 @@
 import itertools
 import logging
 import re
+import resource
+import signal
 import string
+import threading
 
 import pytest
 from hypothesis import assume, given
@@ -10,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from kvcq.data import Document, encode
+from kvcq.data import Document, encode, rendering
 from kvcq.data.template import chat_prompt, pieces, starts_with_two_bos
 from kvcq.errors import InputError
 
@@ -166,3 +169,73 @@ def test_a_prompt_needs_a_template_and_takes_one_from_a_file():
         chat_prompt(several, TALK.messages)
     with pytest.raises(InputError, match="refuses a conversation"):
         chat_prompt(tokenizer(TEMPLATE), [])
+
+
+ESCAPES = {
+    "().__class__": "{{ ().__class__.__mro__[1].__subclasses__() }}",
+    "messages[class]": "{{ messages['__class__']['__mro__'] }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "lipsum": "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "self": "{{ self.__init__.__globals__ }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "append": "{{ messages.append(1) }}",
+    "namespace": "{% set x = namespace(__class__=1) %}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import '/etc/passwd' as x %}",
+}
+GREEDY = {
+    "one range": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+    "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0.5 s"),
+    "power": ("{{ (messages|length + 7) ** 1000000000 }}", "0.5 s"),
+    "constant power": ("{{ 7 ** 1000000000 }}", "more than 0.5 s"),
+    "multiplied text": ("{{ 'a' * 10**10 }}", "256 MiB"),
+    "multiplied at run time": ("{{ ('a' * (messages|length * 10**10))|length }}", "256 MiB"),
+    "multiplied list": ("{% set x = [0] * (messages|length * 10**9) %}", "256 MiB"),
+    "width": ("{{ '%9999999999d' % 1 }}", "256 MiB"),
+    "centre": ("{{ 'a'|center(9999999999) }}", "256 MiB"),
+    "doubling": (
+        "{% set n = namespace(a='aa') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}", "256 MiB"),
+    "much text": ("{{ 'a' * 5000000 }}", "makes 5000000 characters"),
+    "recursion": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion depth"),
+    "nesting": ("{{ " + "(" * 60000 + "1" + ")" * 60000 + " }}", "recursion depth"),
+    "blocks": ("{% if a %}" * 3000 + "{% endif %}" * 3000, "recursion depth"),
+    "long reason": ("{{ raise_exception('x' * 10000000) }}", "refuses a conversation, xxx"),
+    "long template": ("x" * (2**18 + 1), "has 262145 characters, more than 262144"),
+}  # fmt: skip
+
+
+def refused(template, *, own):
+    with pytest.raises(InputError) as caught:
+        encode(tokenizer(template if own else TEMPLATE), TALK, chat_template=None if own else template)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500 and caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["tokenizer", "file"])
+@pytest.mark.parametrize("template", ESCAPES.values(), ids=ESCAPES.keys())
+def test_no_template_leaves_the_sandbox(template, own):
+    assert re.search("unsafe|no loader|underscore", refused(template, own=own))
+
+
+@pytest.mark.parametrize(("template", "said"), GREEDY.values(), ids=GREEDY.keys())
+def test_no_template_takes_time_or_memory_without_limit(template, said, monkeypatch):
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(rendering, "RENDER_BYTES", 1 << 28)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    assert said in refused(template, own=True)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_template_may_repeat_a_long_conversation():
+    long = [{"role": "user", "content": "the other line " * 100_000}]
+    twice = TEMPLATE + TEMPLATE
+    assert len(rendering.render(tokenizer(), long, twice)) > 2 * 1_500_000
+
+
+def test_templates_render_in_threads_too():
+    done = []
+    worker = threading.Thread(target=lambda: done.append(encode(tokenizer(TEMPLATE), TALK)))
+    worker.start()
+    worker.join()
+    assert done == [encode(tokenizer(TEMPLATE), TALK)]
