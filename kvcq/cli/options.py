@@ -22,13 +22,12 @@ RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model
 Template = Annotated[str, typer.Option(help="auto (messages through the chat template, text raw), chat or raw.")]
 ChatTemplate = Annotated[Path | None, typer.Option(help="File with a Jinja chat template to use instead.")]
 TextColumn = Annotated[str | None, typer.Option(help="Field of jsonl or parquet rows that holds the text.")]
-Data = Annotated[
-    list[str],
-    typer.Option(
-        help="Text: .txt, .md, .jsonl, .parquet, hf:NAME[:SPLIT], builtin:pydoc-topics, builtin:stdlib, - (stdin); "
-        "repeat for more."
-    ),
-]
+_DATA = typer.Option(
+    help="Text: .txt, .md, .jsonl, .parquet, hf:NAME[:SPLIT], builtin:pydoc-topics, builtin:stdlib, - (stdin); "
+    "repeat for more."
+)
+Data = Annotated[list[str], _DATA]
+OptionalData = Annotated[list[str] | None, _DATA]
 
 
 def choice(value: str, allowed: tuple[str, ...], flag: str) -> str:

@@ -10,7 +10,6 @@ import typer
 from kvcq.cli.console import Console
 from kvcq.cli.options import (
     ChatTemplate,
-    Data,
     Debug,
     Device,
     DeviceMap,
@@ -18,6 +17,7 @@ from kvcq.cli.options import (
     Dtype,
     Force,
     Json,
+    OptionalData,
     Quiet,
     RemoteCode,
     Revision,
@@ -26,13 +26,37 @@ from kvcq.cli.options import (
     Verbose,
     choice,
 )
+from kvcq.cli.server_options import (
+    AllowCode,
+    AllowEmpty,
+    Api,
+    Body,
+    CodeTimeout,
+    Concurrency,
+    Items,
+    KeyFile,
+    MaxTokens,
+    Resume,
+    Retries,
+    Samples,
+    ServedModel,
+    Server,
+    Temperature,
+    Timeout,
+    refuse_mixed,
+    run_servers,
+    server_request,
+)
 from kvcq.cli.values import parse_lengths
+from kvcq.errors import InputError
 
 
 def command(
-    artifacts: Annotated[list[Path], typer.Argument(help="Fit folders or bundles, measured side by side.")],
-    model: Annotated[str, typer.Option(help="The model they were fitted for.")],
-    data: Data,
+    artifacts: Annotated[
+        list[Path] | None, typer.Argument(help="Fit folders or bundles, measured side by side.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model they were fitted for.")] = None,
+    data: OptionalData = None,
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("report"),
     contexts: Annotated[str, typer.Option(help="Context lengths, e.g. 2k,8k.")] = "2k",
     passages: Annotated[int, typer.Option(help="Held-out sequences of the longest context.", min=1)] = 1,
@@ -48,6 +72,23 @@ def command(
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse other weights or another revision.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of bootstraps.", min=0)] = 0,
+    server: Server = None,
+    served_model: ServedModel = None,
+    items: Items = None,
+    api: Api = "chat",
+    samples: Samples = 1,
+    temperature: Temperature = 0.0,
+    max_tokens: MaxTokens = 1024,
+    body: Body = "",
+    concurrency: Concurrency = 8,
+    timeout: Timeout = 600.0,
+    retries: Retries = 4,
+    api_key_file: KeyFile = None,
+    allow_code_execution: AllowCode = False,
+    code_timeout: CodeTimeout = 10.0,
+    allow_empty: AllowEmpty = False,
+    resume: Resume = False,
     force: Force = False,
     dry_run: DryRun = False,
     json: Json = False,
@@ -57,13 +98,48 @@ def command(
 ) -> None:
     """Measure artifacts on held-out text and write report.json and report.html.
 
+    With --server, ask OpenAI-compatible servers the questions of task files and write scores.json and scores.html.
+
     Example: kvcq validate fit/ --model smollm2-135m --data builtin:stdlib --contexts 2k,4k --out report/
+
+    Example: kvcq validate --server bf16=http://HOST:30000 --server nova=http://HOST:30001 --items gpqa.jsonl
     """
+    console = Console(json=json, quiet=quiet, verbose=verbose)
+    if server:
+        refuse_mixed(True, {"FIT": bool(artifacts), "--data": bool(data), "--gates": gates is not None})
+        request = server_request(
+            server,
+            served_model or (),
+            items or (),
+            body,
+            out=out,
+            api=choice(api, ("chat", "completions"), "--api"),
+            samples=samples,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            concurrency=concurrency,
+            timeout=timeout,
+            retries=retries,
+            api_key_file=api_key_file,
+            allow_code_execution=allow_code_execution,
+            code_timeout=code_timeout,
+            allow_empty=allow_empty,
+            resume=resume,
+            force=force,
+            dry_run=dry_run,
+        )
+        run_servers(request, console)
+        return
+    refuse_mixed(False, {"--items": bool(items), "--served-model": bool(served_model), "--resume": resume})
+    if not artifacts or not model or not data:
+        missing = "a fit" if not artifacts else "--data" if model else "--model"
+        raise InputError(f"{missing} is missing", where="validate", fix="give fits, --model and --data, or --server")
     from kvcq.errors import GateFailed
     from kvcq.pipeline.requests import ValidateRequest
     from kvcq.pipeline.validate import validate
 
-    request = ValidateRequest(
+    own_request = ValidateRequest(
         artifacts=tuple(artifacts),
         model=model,
         data=tuple(data),
@@ -85,8 +161,8 @@ def command(
         force=force,
         dry_run=dry_run,
     )
-    with Console(json=json, quiet=quiet, verbose=verbose) as console:
-        result = validate(request, console)
+    with console:
+        result = validate(own_request, console)
     if result.path is None:
         console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())
         return

@@ -91,11 +91,13 @@ class Question:
         task: The task file's name without its ending.
         id: Unique within the task.
         row: Prompt, answers and metric.
+        tokens: Token ids to send instead of the row's prompt, for prompts that were made with a tokenizer.
     """
 
     task: str
     id: str
     row: Row
+    tokens: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Packing = Literal["on", "isolate", "off"]
 Template = Literal["auto", "chat", "raw"]
@@ -16,13 +16,13 @@ class Request:
 
     def __post_init__(self) -> None:
         """Turn strings into paths where a field holds paths."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if "Path" in str(field.type):
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if "Path" in str(own.type):
                 if isinstance(value, str):
-                    object.__setattr__(self, field.name, Path(value))
+                    object.__setattr__(self, own.name, Path(value))
                 elif isinstance(value, tuple | list):
-                    object.__setattr__(self, field.name, tuple(Path(item) for item in value))
+                    object.__setattr__(self, own.name, tuple(Path(item) for item in value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +169,53 @@ class ValidateRequest(ModelRequest):
     chat_template: Path | None = None
     text_column: str | None = None
     strict: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRequest(Request):
+    """Ask OpenAI-compatible servers the questions of task files and judge the answers.
+
+    Attributes:
+        servers: Name and URL of each server; an empty name stands for that of the model it serves.
+        items: Task files, ``.jsonl``.
+        out: Folder to write.
+        served_models: Model names by server name, ``""`` for every server; needed where a server serves several.
+        api: ``chat``, or ``completions`` for prompts sent raw.
+        samples: Answers to each prompt; sample i has seed `seed` + i.
+        temperature: 0 is greedy.
+        max_tokens: Most tokens of an answer.
+        body: More fields of each request, e.g. ``{"top_p": 0.95}``.
+        concurrency: Requests on their way to each server.
+        timeout: Seconds for one attempt.
+        retries: Attempts after the first.
+        api_key_file: File whose text is sent as bearer token.
+        allow_code_execution: Run what the model writes, for metric ``code``.
+        code_timeout: Seconds for one run of it.
+        allow_empty: Count an empty answer as wrong instead of stopping.
+        resume: Continue with the answers that an interrupted run of the same request kept.
+        force: Replace an existing output, and discard kept answers unless `resume` is set.
+    """
+
+    servers: tuple[tuple[str, str], ...]
+    items: tuple[Path, ...]
+    out: Path
+    served_models: tuple[tuple[str, str], ...] = ()
+    api: Literal["chat", "completions"] = "chat"
+    samples: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    seed: int = 0
+    body: dict[str, Any] = field(default_factory=dict)
+    concurrency: int = 8
+    timeout: float = 600.0
+    retries: int = 4
+    api_key_file: Path | None = None
+    allow_code_execution: bool = False
+    code_timeout: float = 10.0
+    allow_empty: bool = False
+    resume: bool = False
     force: bool = False
     dry_run: bool = False
 
