@@ -22,7 +22,6 @@ from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import ServerRequest
 from kvcq.pipeline.server_client import ServerClient, Wish
-from kvcq.pipeline.sources import read_text
 from kvcq.pipeline.versions import installed
 from kvcq.reports.scores import render_scores, scores_text
 from kvcq.spec.scores import Sampling, ScoresPlan, ScoresReport
@@ -73,7 +72,7 @@ def run_questions(request: ServerRequest, questions: Sequence[Question], reporte
     started = time.monotonic()
     _check(request, questions)
     require_metrics(questions, allow_code=request.allow_code_execution)
-    key = (read_text(request.api_key_file, "--api-key-file") or "").strip() or None
+    key = _key(request.api_key_file)
     log = AnswerLog(request.out)
     log.settle(resume=request.resume, force=request.force, dry_run=request.dry_run)
 
@@ -153,6 +152,19 @@ def _clients(request: ServerRequest, names: Sequence[str], key: str | None, *, r
         ServerClient(name, url, api=request.api, seconds=request.timeout, retries=retries, key=key)
         for name, (_, url) in zip(names, request.servers, strict=True)
     ]
+
+
+def _key(path: Path | None) -> str | None:
+    """Return the content of a key file."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the key: {error}", where="--api-key-file", fix="name a readable file") from None
+    if not key or not key.isprintable():
+        raise InputError("not a key", where="--api-key-file", fix="write the key alone into the file")
+    return key
 
 
 def _wanted(request: ServerRequest, names: Sequence[str]) -> dict[str, str]:

@@ -19,6 +19,8 @@ def render_scores(report: ScoresReport) -> str:
         pairs=pair_table(report),
         tasks=task_table(report),
         warnings=[clean(line) for line in report.warnings],
+        heat_light="",  # the style sheet is that of the other report, whose heat maps this one lacks
+        heat_dark="",
     )  # fmt: skip
 
 
