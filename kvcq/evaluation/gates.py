@@ -8,15 +8,17 @@ A gates file is YAML; a good start for a 2-bit cache is::
       - {metric: output_error, context: max, max: 0.1}
       - {metric: bits, context: 4096, max: 3.5}            # everything stored, windows included
       - {metric: kl, context: 4096, max: 0.05, artifacts: [nova]}
+      - {metric: perplexity_ratio, context: max, max: 1.03}  # over the BF16 reference; needs --tasks perplexity
+      - {metric: needle, context: max, min: 0.9}             # share of needles found; needs --tasks needle
 
-`context` is a measured context length, or ``max`` for the longest. Without `artifacts` a gate applies to every
-artifact except the BF16 reference.
+`context` is a measured context length, or ``max`` for the longest of the metric's own task. Without `artifacts` a gate
+applies to every artifact except the BF16 reference.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,9 +28,26 @@ from kvcq.errors import SHOWN, InputError, shown
 from kvcq.spec.base import SpecModel
 from kvcq.spec.plain_yaml import read_yaml
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult
+from kvcq.spec.tasks import TaskScores
 
 REFERENCE = "bf16 reference"
-METRICS = (*AttentionMetrics.model_fields, "quantized_share", "bits")
+
+
+def _rows(entries: Iterable[Any], field: str) -> dict[int, float]:
+    return {entry.context: getattr(entry, field) for entry in entries}
+
+
+# Of each metric of a model-level task: the task, and its values by context.
+TASK_METRICS: dict[str, tuple[str, Callable[[TaskScores], dict[int, float]]]] = {
+    "perplexity": ("perplexity", lambda scores: _rows(scores.perplexity, "perplexity")),
+    "perplexity_ratio": ("perplexity", lambda scores: _rows(scores.perplexity, "ratio")),
+    "needle": ("needle", lambda scores: _rows(scores.needle.lengths if scores.needle else (), "score")),
+    "needle_exact": ("needle", lambda scores: _rows(scores.needle.lengths if scores.needle else (), "exact")),
+    "agreement": ("agreement", lambda scores: _rows(scores.agreement, "agreement")),
+    "decode_kl": ("decode-kl", lambda scores: _rows(scores.decode_kl, "kl")),
+    "decode_top1": ("decode-kl", lambda scores: _rows(scores.decode_kl, "top1")),
+}
+METRICS = (*AttentionMetrics.model_fields, "quantized_share", "bits", *TASK_METRICS)
 
 
 class Gate(SpecModel):
@@ -90,16 +109,16 @@ def load_gates(path: Path) -> tuple[Gate, ...]:
     return tuple(_gate(entry, f"{path}, gate {number}") for number, entry in enumerate(entries, 1))
 
 
-def check_gates(gates: Sequence[Gate], names: Sequence[str], contexts: Sequence[int]) -> None:
+def check_gates(gates: Sequence[Gate], names: Sequence[str], tasks: Mapping[str, Sequence[int]]) -> None:
     """Refuse gates that could not be judged after the measurement, before it.
 
     Args:
         gates: The gates.
         names: Artifacts that will be measured.
-        contexts: Context lengths at which attention will be measured.
+        tasks: Contexts at which each task will measure.
 
     Raises:
-        InputError: a gate names another artifact, or a metric of attention at another context.
+        InputError: a gate names another artifact, or a metric of a task that does not run, or not at its context.
     """
     for gate in gates:
         missing = sorted(set(gate.artifacts or ()) - {*names, REFERENCE})
@@ -109,11 +128,20 @@ def check_gates(gates: Sequence[Gate], names: Sequence[str], contexts: Sequence[
                 where="--gates",
                 fix=f"artifacts of this run: {', '.join(names)}",
             )
-        if gate.metric != "bits" and gate.context != "max" and gate.context not in contexts:
+        if gate.metric == "bits":
+            continue
+        task = TASK_METRICS[gate.metric][0] if gate.metric in TASK_METRICS else "attention"
+        if task not in tasks:
+            raise InputError(
+                f"the gate on {gate.metric} needs the task {task}",
+                where="--gates",
+                fix=f"measure it too: --tasks {','.join([*tasks, task])}",
+            )
+        if gate.context != "max" and gate.context not in tasks[task]:
             raise InputError(
                 f"the gate on {gate.metric} needs context {gate.context}",
                 where="--gates",
-                fix=f"measured: {', '.join(map(str, sorted(contexts)))}",
+                fix=f"measured: {', '.join(map(str, sorted(tasks[task])))}",
             )
 
 
@@ -153,9 +181,9 @@ def _gate(entry: object, where: str) -> Gate:
 
 def _apply(gate: Gate, artifact: ArtifactReport) -> GateResult:
     measured = _measured(gate.metric, artifact)
-    # Bits are also known at contexts that no attention was measured at: `max` is the longest measured one.
-    longest = max((report.context for report in artifact.contexts), default=0)
-    context = longest if gate.context == "max" else gate.context
+    # Bits are also known at contexts that nothing was measured at: `max` is the longest measured one.
+    known = _contexts(artifact) if gate.metric == "bits" else measured
+    context = max(known, default=0) if gate.context == "max" else gate.context
     if context not in measured:
         raise InputError(
             f"the gate on {gate.metric} needs context {gate.context}, which {artifact.name} was not measured at",
@@ -181,4 +209,14 @@ def _measured(metric: str, artifact: ArtifactReport) -> dict[int, float]:
         return {int(context): bits for context, bits in artifact.bits.items()}
     if metric == "quantized_share":
         return {report.context: report.quantized_share for report in artifact.contexts}
+    if metric in TASK_METRICS:
+        return {} if artifact.tasks is None else TASK_METRICS[metric][1](artifact.tasks)
     return {report.context: getattr(report.metrics, metric) for report in artifact.contexts}
+
+
+def _contexts(artifact: ArtifactReport) -> set[int]:
+    """Return every context at which something was measured."""
+    found = {report.context for report in artifact.contexts}
+    if artifact.tasks is not None:
+        found.update(*(read(artifact.tasks) for _, read in TASK_METRICS.values()))
+    return found

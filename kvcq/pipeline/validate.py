@@ -79,7 +79,7 @@ def validate(request: ValidateRequest, reporter: Reporter = SILENT) -> ValidateR
     contexts = tuple(sorted(set(request.contexts)))
     for subject in subjects:
         check_context(contexts[0], subject.windows)
-    check_gates(gates, [subject.name for subject in subjects], contexts)
+    check_gates(gates, [subject.name for subject in subjects], {"attention": contexts})
     loaded = open_model(request, reporter, longest=contexts[-1])
     origins: dict[str, tuple[str, ...]] = {}
     for subject in subjects:

@@ -4,9 +4,10 @@ import pytest
 
 from kvcq.errors import InputError
 from kvcq.evaluation import gates as module
-from kvcq.evaluation.gates import apply_gates, load_gates
+from kvcq.evaluation.gates import apply_gates, check_gates, load_gates
 from kvcq.spec.plan import Windows
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, ContextReport
+from kvcq.spec.tasks import Interval, NeedleLength, NeedleScore, PerplexityScore, TaskScores
 
 
 def metrics(kl: float) -> AttentionMetrics:
@@ -75,7 +76,7 @@ def test_lower_limits_and_the_metrics_beside_attention(tmp_path):
 
 def test_the_example_in_the_docstring_is_a_gates_file(tmp_path):
     example = module.__doc__.split("::\n")[1].split("`context` is")[0]
-    assert len(load_gates(written(tmp_path, example))) == 5
+    assert len(load_gates(written(tmp_path, example))) == 7
 
 
 @pytest.mark.parametrize(
@@ -149,3 +150,60 @@ def test_an_artifact_without_contexts_fails_its_gates_loudly(tmp_path):
     gates = load_gates(written(tmp_path, "gates: [{metric: kl, max: 1}]"))
     with pytest.raises(InputError, match="measured: none"):
         apply_gates(gates, [artifact("nova", {})])
+
+
+def scored(name: str, ratio: float) -> ArtifactReport:
+    interval = Interval(low=0.0, high=1.0)
+    perplexity = tuple(
+        PerplexityScore(
+            context=context,
+            passages=1,
+            tokens=10,
+            nll=1.0,
+            perplexity=20.0 * ratio,
+            interval=interval,
+            ratio=ratio,
+            ratio_interval=interval,
+            chunk_nll=(1.0,),
+            chunk_tokens=(10,),
+        )
+        for context in (2048, 4096)
+    )
+    length = NeedleLength(context=8192, items=4, score=0.5, interval=interval, exact=0.25)
+    needle = NeedleScore(
+        score=0.5, interval=interval, exact=0.25, truncated=0, errors=0, lengths=(length,), cells=(), items=()
+    )
+    tasks = TaskScores(cache="packed", perplexity=perplexity, needle=needle)
+    return artifact(name, {}).model_copy(update={"tasks": tasks})
+
+
+def test_metrics_of_tasks_are_gated_at_the_contexts_of_their_own_task(tmp_path):
+    text = """gates:
+      - {metric: perplexity_ratio, context: max, max: 1.03}
+      - {metric: perplexity, context: 2048, max: 21}
+      - {metric: needle, min: 0.6}
+      - {metric: needle_exact, min: 0.2}
+      - {metric: bits, max: 2.5}"""
+    found = apply_gates(load_gates(written(tmp_path, text)), [scored("nova", 1.01)])
+    assert [(r.metric, r.context, r.passed) for r in found] == [
+        ("perplexity_ratio", 4096, True),
+        ("perplexity", 2048, True),
+        ("needle", 8192, False),
+        ("needle_exact", 8192, True),
+        ("bits", 8192, True),
+    ]
+
+
+def test_a_gate_on_a_task_that_did_not_run_is_refused_before_and_after(tmp_path):
+    gates = load_gates(written(tmp_path, "gates: [{metric: agreement, min: 0.9}]"))
+    with pytest.raises(InputError, match=r"needs the task agreement.*--tasks attention,agreement"):
+        check_gates(gates, ["nova"], {"attention": (2048,)})
+    with pytest.raises(InputError, match="nova was not measured at"):
+        apply_gates(gates, [scored("nova", 1.0)])
+    check_gates(gates, ["nova"], {"agreement": (2048,)})
+
+
+def test_a_gate_at_a_context_that_its_task_will_not_measure_is_refused_before(tmp_path):
+    gates = load_gates(written(tmp_path, "gates: [{metric: needle, context: 2048, min: 0.9}]"))
+    with pytest.raises(InputError, match=r"needs context 2048.*measured: 4096"):
+        check_gates(gates, ["nova"], {"attention": (2048,), "needle": (4096,)})
