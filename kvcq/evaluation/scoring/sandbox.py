@@ -52,7 +52,9 @@ def require_sandbox() -> None:
         raise UnsupportedError("code is run on Linux and macOS only", where="--allow-code-execution")
 
 
-def run_program(source: str, *, stdin: str = "", main: bool = False, seconds: float = 10.0) -> Outcome:
+def run_program(
+    source: str, *, stdin: str = "", main: bool = False, seconds: float = 10.0, memory: int = MEMORY
+) -> Outcome:
     """Run Python source and wait for it.
 
     Args:
@@ -60,6 +62,7 @@ def run_program(source: str, *, stdin: str = "", main: bool = False, seconds: fl
         stdin: What it reads.
         main: Run it as ``__main__``; otherwise its main guard stays off.
         seconds: Wall-clock limit, and limit of CPU time rounded up.
+        memory: Limit of the address space in bytes.
 
     Raises:
         EvaluationError: the process cannot be started.
@@ -72,7 +75,7 @@ def run_program(source: str, *, stdin: str = "", main: bool = False, seconds: fl
         (folder / "program.py").write_bytes(source.encode("utf-8", "surrogatepass"))
         (Path(outer) / "stdin").write_bytes(stdin.encode("utf-8", "surrogatepass"))
         name = "__main__" if main else "solution"
-        limits = [str(int(seconds) + 1), str(MEMORY), str(FILE_SIZE)]
+        limits = [str(int(seconds) + 1), str(memory), str(FILE_SIZE)]
         command = [sys.executable, "-I", "-X", "utf8", str(CHILD), str(folder), *limits, name, proof]
         code = _wait(command, Path(outer), folder, seconds)
         stdout = _read(Path(outer) / "stdout")
