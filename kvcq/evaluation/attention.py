@@ -79,8 +79,8 @@ def query_positions(context: int, count: int = 64) -> Tensor:
     return evenly_spaced(context - max(1, context // 4), context - 1, count)
 
 
-def check_context(context: int, windows: Windows) -> None:
-    """Refuse a context in which next to nothing is quantized.
+def check_context(context: int, windows: Windows, flag: str = "--contexts") -> None:
+    """Refuse a context in which next to nothing is quantized; `flag` gave it.
 
     Raises:
         InputError: `context` is not longer than sink + recent + 64 tokens.
@@ -90,22 +90,27 @@ def check_context(context: int, windows: Windows) -> None:
         raise InputError(
             f"nothing was quantized in this run: a context of {context} tokens does not exceed "
             f"sink {windows.sink} + recent {windows.recent} + {MARGIN}",
-            where="--contexts",
+            where=flag,
             fix=f"validate on more than {least} tokens, or fit with smaller windows",
         )
 
 
 @torch.no_grad()
 def measure_layer(
-    block: AttentionBlock, codec: HeadCodec | None, windows: Windows, query_second: Tensor | None = None
+    block: AttentionBlock,
+    codec: HeadCodec | None,
+    windows: Windows,
+    query_second: Tensor | None = None,
+    oldest: Tensor | None = None,
 ) -> LayerSample:
-    """Compare the served attention of one layer with the exact one, window rule by query.
+    """Compare the served attention of one layer with the exact one.
 
     Args:
         block: Exact rows.
         codec: The layer's `HeadCodec`; None measures a BF16 cache (all rows rounded to bfloat16).
         windows: Exact tokens at both ends.
         query_second: Second moment of the queries ``[H, d, d]`` float64; None takes it from the block's queries.
+        oldest: Oldest position behind the sinks that each query reads exactly, int64 ``[n]``; None: the window rule.
 
     Raises:
         InputError: the context is too short for the windows.
@@ -113,12 +118,16 @@ def measure_layer(
     """
     check_context(block.context, windows)
     coder = bf16_rows() if codec is None else codec
-    start, stop = windows.sink, int(block.q_positions[-1]) - windows.recent + 1
+    if oldest is None:
+        oldest = block.q_positions - windows.recent + 1
+    # A query reads its own token at most, whatever the rule says of later ones.
+    oldest = torch.minimum(oldest, block.q_positions + 1)
+    start, stop = windows.sink, int(oldest.max())
     rows = mixed_rows(coder, block.k, block.v, start, stop)
     step = max(1, SCORE_ELEMENTS // (block.q.shape[0] * block.context))
     keys, values = block.k.double(), block.v.double()
     parts = [
-        _compare(block, coder, rows, windows, slice(i, i + step), keys, values)
+        _compare(block, coder, rows, oldest, slice(i, i + step), keys, values)
         for i in range(0, len(block.q_positions), step)
     ]
 
@@ -137,7 +146,7 @@ def measure_layer(
     v_error = v - coder.values_back(rows.values_hat).double()
     moment = _query_second(block) if query_second is None else query_second.to(k)
     reads = block.q_positions + 1
-    history = (block.q_positions - windows.recent + 1 - windows.sink).clamp_min(0)
+    history = (oldest - windows.sink).clamp_min(0)
     qk = joined("qk")
     sample = LayerSample(
         layer=block.geometry.layer,
@@ -168,18 +177,18 @@ def _compare(
     block: AttentionBlock,
     codec: HeadCodec,
     rows: MixedRows,
-    windows: Windows,
+    oldest: Tensor,
     part: slice,
     keys: Tensor,
     values: Tensor,
 ) -> _Comparison:
-    """Compare the queries of `part`; `keys` and `values` are the exact rows in float64."""
+    """Compare the queries of `part`; `keys` and `values` are the exact rows in float64, `oldest` covers all queries."""
     device = block.k.device
     position = torch.arange(block.context, device=device)
     own = block.q_positions[part].to(device)[:, None]
     visible = position <= own
     coded = rows.coded
-    history = (position[coded] <= own - windows.recent) & visible[:, coded]
+    history = position[coded] < oldest[part].to(device)[:, None]
     exact = torch.ones_like(visible)
     exact[:, coded] = ~history
 

@@ -101,15 +101,17 @@ def forward(
     cache: DynamicCache | None = None,
     positions: Tensor | None = None,
     last_only: bool = False,
+    keep: int | None = None,
 ) -> Tensor:
-    """Run one forward and return the logits [B, T, vocab], or [B, 1, vocab] with `last_only`.
+    """Run one forward and return the logits [B, T, vocab], or those of the last tokens alone.
 
     Args:
         model: A causal language model in eval mode.
         tokens: LongTensor [B, T], on any device.
         cache: Extended in place by T rows; None runs without a cache.
         positions: Position ids [T] or [B, T]; None counts on from the rows of the cache.
-        last_only: Compute the logits of the last token only, where the model can.
+        last_only: Return the logits of the last token only.
+        keep: Return those of the last `keep` tokens only. A model that can does not compute the others.
 
     Raises:
         UnsupportedError: `positions` is given and the model takes none.
@@ -124,7 +126,8 @@ def forward(
         if "position_ids" not in accepted:
             raise UnsupportedError("the model takes no position ids", where=f"model_type {model.config.model_type}")
         options["position_ids"] = positions.to(device).expand(tokens.shape[0], -1)
-    if last_only and "logits_to_keep" in accepted:
-        options["logits_to_keep"] = 1
+    keep = 1 if last_only else keep
+    if keep is not None and "logits_to_keep" in accepted:
+        options["logits_to_keep"] = keep
     logits = model(tokens.to(device), **options).logits
-    return logits[:, -1:] if last_only else logits
+    return logits if keep is None else logits[:, -keep:]

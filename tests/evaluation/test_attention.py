@@ -6,10 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcq.codecs.windows import oldest_served
 from kvcq.errors import EvaluationError, InputError
 from kvcq.evaluation import attention
 from kvcq.evaluation.attention import measure_layer, query_positions
 from kvcq.evaluation.pool import pool_metrics
+from kvcq.evaluation.simulate import exact_served, simulated_attention
+from kvcq.spec.boundary import served_boundaries
 from kvcq.spec.plan import Windows
 from tests.evaluation.helpers import kl, plain, random_block, random_codec
 
@@ -178,3 +181,19 @@ def test_a_non_finite_row_names_the_layer(name):
     getattr(block, name)[0, 3] = torch.nan
     with pytest.raises(EvaluationError, match="layer 7"):
         measure_layer(block, random_codec(block.geometry), WINDOWS)
+
+
+@pytest.mark.parametrize("boundaries", [served_boundaries(TOKENS, 30), served_boundaries(TOKENS, 32, 75)])
+def test_served_exactness_measures_the_attention_of_the_chunked_prefill(boundaries):
+    block = random_block(POSITIONS, TOKENS)
+    codec = random_codec(block.geometry, quantizer="uniform", transform="orthogonal")
+    oldest = oldest_served(TOKENS, boundaries, WINDOWS)[POSITIONS]
+    sample = measure_layer(block, codec, WINDOWS, oldest=oldest)
+    visible = torch.arange(TOKENS) <= POSITIONS[:, None]
+    exact = exact_served(TOKENS, boundaries, WINDOWS)[POSITIONS]
+    served = simulated_attention(block.q, block.k, block.v, codec, exact, visible, scaling=block.scaling).double()
+    plain_output = simulated_attention(
+        block.q, block.k, block.v, codec, torch.ones_like(exact), visible, scaling=block.scaling
+    ).double()
+    assert sample.output.error == pytest.approx(float((served - plain_output).square().sum()), rel=1e-3)
+    assert sample.quantized_reads == 4 * int((visible & ~exact).sum())
