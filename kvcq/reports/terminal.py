@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvcq.reports import layers, tables
+from kvcq.reports.stacked import Stacked
 from kvcq.reports.summary import closest, contexts, reproduction, verdict, warnings
 from kvcq.reports.tables import Table
 from kvcq.reports.text import clean, context_label, plural, ranges, size, to_ascii
@@ -141,7 +142,7 @@ class _Writer:
             for row in group.rows:
                 texts = [Text(self.spell(("*" if c.tone == "best" else "") + c.text), _STYLES[c.tone]) for c in row]
                 drawn.add_row(*texts)
-        self.parts.append(drawn)
+        self.parts.append(Stacked(drawn))
 
     def _rows_under(self, drawn: RichTable, title: str, columns: int, *, first: bool) -> None:
         # A table cell cannot span columns: the short form of the context stands in the first one.
