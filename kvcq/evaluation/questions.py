@@ -4,8 +4,9 @@
 
     {"prompt": "What is 6 x 7? Answer with the number.", "answers": ["42"], "metric": "exact"}
 
-`messages` replaces `prompt` for a conversation of its own. Fields: `id` (the line number if absent), `answers`
-(any of them is right), `choices` (the options, for `choice`), `tests` and `entry_point` (for `code`), `meta` (ignored).
+`messages` replaces `prompt` for a conversation of its own. Fields: `id` (the line number if absent), `answers` (any of
+them is right; for `needles`, all), `choices` (the options, for `choice`), `tests` and `entry_point` (for `code`),
+`meta` (ignored).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from kvcq.errors import SHOWN, InputError, shown
 from kvcq.spec.base import SpecModel
 
-Metric = Literal["exact", "contains", "fraction", "choice", "math", "code"]
+Metric = Literal["exact", "contains", "needles", "choice", "math", "code"]
 MAX_CHOICES = 26
 
 
@@ -92,12 +93,14 @@ class Question:
         id: Unique within the task.
         row: Prompt, answers and metric.
         tokens: Token ids to send instead of the row's prompt, for prompts that were made with a tokenizer.
+        max_tokens: Most tokens of an answer, if this question has a limit of its own.
     """
 
     task: str
     id: str
     row: Row
     tokens: tuple[int, ...] | None = None
+    max_tokens: int | None = None
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvcq.artifacts.answer_log import AnswerLog
@@ -94,7 +94,10 @@ async def ask_all(
         for job in own:
             name = f"{job.question.name}, sample {job.sample}"
             prompt = prompt_of(job.question)
-            reply = await client.ask(prompt, sampling.seed + job.sample, wishes[client.name], name)
+            wish = wishes[client.name]
+            if job.question.max_tokens is not None:
+                wish = replace(wish, max_tokens=job.question.max_tokens)
+            reply = await client.ask(prompt, sampling.seed + job.sample, wish, name)
             keep(
                 Answer(
                     server=client.name,

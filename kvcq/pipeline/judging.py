@@ -23,7 +23,7 @@ def task_files(questions: Sequence[Question]) -> tuple[TaskFile, ...]:
     found = []
     for task, group in groupby(questions, key=lambda question: question.task):
         own = list(group)
-        plain = [[question.id, question.row.plain(), question.tokens] for question in own]
+        plain = [[question.id, question.row.plain(), question.tokens, question.max_tokens] for question in own]
         metrics = dict(sorted(Counter(question.row.metric for question in own).items()))
         digest = canonical.sha256(b"".join(canonical.dumps(item) for item in plain))
         found.append(TaskFile(task=task, items=len(own), sha256=digest, metrics=dict(metrics)))

@@ -11,7 +11,7 @@ from kvcq.evaluation.scoring.choice import choice, named_option
 from kvcq.evaluation.scoring.code import solution
 from kvcq.evaluation.scoring.maths import math
 from kvcq.evaluation.scoring.score import require_metrics, score
-from kvcq.evaluation.scoring.text import contains, exact, fraction, normalise
+from kvcq.evaluation.scoring.text import contains, exact, needles, normalise
 from kvcq.evaluation.scoring.verdict import final_text
 
 TEXTS = st.text(max_size=40)
@@ -27,7 +27,7 @@ def test_normalising_twice_changes_nothing(text: str) -> None:
 def test_an_answer_equals_itself_with_other_case_space_and_end(text: str, end: str) -> None:
     if normalise(text) == normalise(f" {text}{end}"):
         assert exact(f" {text}{end}", [text]).score == 1.0
-    assert contains(text, [text]).score == fraction(text, [text]).score == 1.0
+    assert contains(text, [text]).score == needles(text, [text]).score == 1.0
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,16 @@ def test_exact_compares_whole_answers(text: str, answers: list[str], right: int)
 @pytest.mark.parametrize(
     ("text", "answers", "any_of", "share"),
     [
-        ("It is 7.", ["7"], 1, 1), ("It is 17", ["7"], 0, 0), ("keys 11 and 22", ["11", "22", "33"], 1, 2 / 3),
-        ("cats", ["cat"], 0, 0), ("a C++ compiler", ["C++"], 1, 1), ("<think>7</think> none", ["7"], 0, 0),
+        ("It is 7.", ["7"], 1, 1), ("It is 17", ["7"], 0, 1), ("keys 11 and 22", ["11", "22", "33"], 1, 2 / 3),
+        ("cats", ["CAT"], 0, 1), ("a C++ compiler", ["C++"], 1, 1), ("<think>7</think> none", ["7"], 0, 0),
         ("NEW york", ["New York", "Boston"], 1, 0.5),
     ],
 )  # fmt: skip
-def test_contained_answers_are_whole_words(text: str, answers: list[str], any_of: int, share: float) -> None:
+def test_contained_answers_are_whole_words_and_needles_are_anywhere(
+    text: str, answers: list[str], any_of: int, share: float
+) -> None:
     assert contains(text, answers).score == any_of
-    assert fraction(text, answers).score == pytest.approx(share)
+    assert needles(text, answers).score == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_code_runs_only_when_allowed() -> None:
     [
         (Row(prompt="?", answers=("a",), metric="exact"), "A", 1),
         (Row(prompt="?", answers=("a",), metric="contains"), "it is A!", 1),
-        (Row(prompt="?", answers=("a", "b"), metric="fraction"), "a", 0.5),
+        (Row(prompt="?", answers=("a", "b"), metric="needles"), "a", 0.5),
         (Row(prompt="?", answers=("a",), metric="choice"), "(a)", 1),
     ],
 )

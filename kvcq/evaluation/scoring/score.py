@@ -10,7 +10,7 @@ from kvcq.evaluation.scoring.choice import choice
 from kvcq.evaluation.scoring.code import code
 from kvcq.evaluation.scoring.maths import math, require_math
 from kvcq.evaluation.scoring.sandbox import require_sandbox
-from kvcq.evaluation.scoring.text import contains, exact, fraction
+from kvcq.evaluation.scoring.text import contains, exact, needles
 from kvcq.evaluation.scoring.verdict import Verdict
 
 CODE_SECONDS = 10.0
@@ -49,8 +49,8 @@ def score(question: Question, text: str, *, code_seconds: float = CODE_SECONDS) 
             return exact(text, row.answers)
         case "contains":
             return contains(text, row.answers)
-        case "fraction":
-            return fraction(text, row.answers)
+        case "needles":
+            return needles(text, row.answers)
         case "choice":
             return choice(text, row.answers, row.choices)
         case "math":

@@ -1,4 +1,4 @@
-"""Texts compared: exact, contains, and the fraction of answers that are contained."""
+"""Texts compared: exact, contains, and the share of needles found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from kvcq.evaluation.needle import found
 from kvcq.evaluation.scoring.verdict import Verdict, final_text
 
 _EDGES = " .,;:!?'\"`*“”‘’()[]"
@@ -29,16 +30,12 @@ def exact(text: str, answers: Sequence[str]) -> Verdict:
 
 def contains(text: str, answers: Sequence[str]) -> Verdict:
     """Score 1 if any of the answers stands in the text as whole words: 7 is not in 17."""
-    return Verdict(float(any(_within(text, answers))), bool(final_text(text).strip()))
-
-
-def fraction(text: str, answers: Sequence[str]) -> Verdict:
-    """Score the share of the answers that stand in the text as whole words."""
-    return Verdict(sum(_within(text, answers)) / len(answers), bool(final_text(text).strip()))
-
-
-def _within(text: str, answers: Sequence[str]) -> list[bool]:
-    """Return for each answer whether it stands in the text, bounded by other than letters and digits."""
     haystack = normalise(final_text(text))
-    needles = [normalise(answer) for answer in answers]
-    return [re.search(rf"(?<!\w){re.escape(needle)}(?!\w)", haystack) is not None for needle in needles]
+    wanted = [re.escape(normalise(answer)) for answer in answers]
+    return Verdict(float(any(re.search(rf"(?<!\w){each}(?!\w)", haystack) for each in wanted)), bool(haystack))
+
+
+def needles(text: str, answers: Sequence[str]) -> Verdict:
+    """Score the share of the answers that stand anywhere in the text, upper and lower case alike, as RULER does."""
+    final = final_text(text)
+    return Verdict(found(final, answers) / len(answers), bool(final.strip()))
