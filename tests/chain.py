@@ -25,7 +25,12 @@ from tests.tiny import save_tiny
 WORDS = ("the", "island", "stone", "river", "then", "and", "in", "other", "answer", "under", "sand", "there")
 WINDOWS = ("windows.sink=4", "windows.recent=8")
 # Small budgets: the law does not depend on how good the codebook is.
-CHEAP = {"nova": ("iterations=2", "rows=256")}
+CHEAP = {
+    "nova": ("iterations=2", "rows=256"),
+    # A group of tokens must fit in the recent window.
+    "kivi": ("group_tokens=8",),
+    "kitty": ("group_tokens=8",),
+}
 CONTEXTS = (96, 160)
 
 

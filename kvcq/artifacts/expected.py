@@ -45,6 +45,8 @@ def check_plan(plan: Sequence[LayerPlan], geometry: ModelGeometry, where: str) -
                 raise CorruptArtifactError(problem, where=where)
         if entry.v.transform == "metric":
             raise CorruptArtifactError(f"layer {layer.layer} v: values take no metric transform", where=where)
+        if entry.v.pre_rope or (entry.k.pre_rope and layer.rope is not None and not layer.unrotates):
+            raise CorruptArtifactError(f"layer {layer.layer}: rows that RoPE cannot be taken off", where=where)
 
 
 def expected_tensors(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> dict[str, Expected]:
@@ -82,3 +84,7 @@ def _side(spec: CodecSpec, heads: int, dim: int) -> Iterator[tuple[str, tuple[in
             yield "codebook_scale", words[:2], "F32", False
         # Float8 words are stored as the float16 they snap to: the raw centroids beside them are a courtesy.
         yield "codebook_fp16", words, "F16", not served
+    if spec.quantizer == "levels":
+        yield "levels", (heads, 2**spec.bits), "F32", False
+    if spec.unit == "channel":
+        yield "bounds", (heads, dim, 2), "F32", False

@@ -69,8 +69,11 @@ def check_values(plan: Sequence[LayerPlan], tensors: Mapping[str, np.ndarray], w
                 forward = tensors[prefix + "transform"]
                 dual = tensors[prefix + "query"] if spec.transform == "metric" else forward
                 _check_inverse(forward, dual, prefix + "transform", where)
-            for role in ("transform", "offset"):
+            for role in ("transform", "offset", "levels", "bounds"):
                 _check_range(tensors, prefix + role, where)
+            for role in ("levels", "bounds"):
+                if prefix + role in tensors:
+                    _check_order(tensors[prefix + role], prefix + role, strict=role == "bounds", where=where)
             if spec.codebook is not None:
                 _check_words(tensors[prefix + "codebook"], prefix, where)
             if spec.codebook == "int8":
@@ -103,6 +106,12 @@ def _check_inverse(forward: np.ndarray, dual: np.ndarray, name: str, where: str)
 def _check_range(tensors: Mapping[str, np.ndarray], name: str, where: str) -> None:
     if name in tensors and np.abs(tensors[name]).max(initial=0.0) > FP16_MAX:
         raise CorruptArtifactError(f"tensor {name} has values beyond {FP16_MAX:g}, unfit for any row", where=where)
+
+
+def _check_order(rising: np.ndarray, name: str, *, strict: bool, where: str) -> None:
+    steps = np.diff(rising, axis=-1)
+    if (steps <= 0).any() if strict else (steps < 0).any():
+        raise CorruptArtifactError(f"tensor {name} does not rise along its last axis", where=where)
 
 
 def _check_words(words: np.ndarray, prefix: str, where: str) -> None:

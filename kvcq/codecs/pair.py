@@ -112,12 +112,14 @@ class HeadCodec:
         """Return what is read back of consecutive value rows v' [H, T, d_v] at token positions [T]."""
         return self.v.hat(rows, positions)
 
-    def block_end(self, position: int) -> int:
-        """Return where to end a run of rows handed to `keys_hat` and `values_hat` so that its last row is complete.
+    def block(self, position: int) -> tuple[int, int]:
+        """Return where rows handed to `keys_hat` and `values_hat` may begin, and should end, around `position`.
 
-        Codecs of single rows return `position`; codecs of token groups the end of the group that is open there.
+        Codecs of single rows return `position` twice; codecs of token groups the first position of the group that
+        holds it, and the first border at or after it.
         """
-        return max(self.k.block_end(position), self.v.block_end(position))
+        (k_begin, k_end), (v_begin, v_end) = self.k.block(position), self.v.block(position)
+        return min(k_begin, v_begin), max(k_end, v_end)
 
     def values_back(self, rows: Tensor) -> Tensor:
         """Return v = v' R_V^T + nu [H, T, d_v] in the original frame."""

@@ -14,7 +14,7 @@ from kvcq.codecs.codebook import lookup, nearest
 from kvcq.codecs.encoded import Encoded
 from kvcq.codecs.levels import decode_levels, encode_levels, levels_hat
 from kvcq.codecs.packing import CODES_PER_BYTE, pack2, unpack2
-from kvcq.codecs.token_group import group_end, token_group_hat
+from kvcq.codecs.token_group import group_begin, group_end, token_group_hat
 from kvcq.codecs.uniform import FP16_MAX, decode_uniform, encode_uniform
 from kvcq.errors import CorruptArtifactError, UnsupportedError
 from kvcq.spec.codec import VQ_GROUP, CodecSpec
@@ -186,9 +186,15 @@ class SideCodec:
             decoded = self.rotation(decoded, positions, False)
         return decoded.float()
 
-    def block_end(self, position: int) -> int:
-        """Return the end of the coded run that is open at `position`: a row's codes need the rows up to there."""
-        return group_end(position, self.spec) if self.spec.quantizer == "token_group" else position
+    def block(self, position: int) -> tuple[int, int]:
+        """Return begin and end of the rows that are coded together around `position`.
+
+        The begin is at or before it, the end the first border at or after it: rows that end there are complete.
+        Codecs of single rows return `position` twice.
+        """
+        if self.spec.quantizer != "token_group":
+            return position, position
+        return group_begin(position, self.spec), group_end(position, self.spec)
 
     def _hat(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return what is read back of rows in the frame that is coded."""

@@ -15,21 +15,29 @@ from kvcq.codecs.uniform import decode_uniform, encode_uniform
 from kvcq.spec.codec import CodecSpec
 
 
+def group_begin(position: int, spec: CodecSpec) -> int:
+    """Return the first position of the group that holds `position`; a sink position is alone."""
+    return position - max(position - spec.group_start, 0) % spec.group_tokens
+
+
 def group_end(position: int, spec: CodecSpec) -> int:
-    """Return the smallest border of a group at or after `position`."""
-    return position + (spec.group_start - position) % spec.group_tokens
+    """Return the smallest border of a group at or after `position`; a sink position is one itself."""
+    return position + -max(position - spec.group_start, 0) % spec.group_tokens
 
 
 def token_group_hat(rows: Tensor, first: int, spec: CodecSpec) -> Tensor:
     """Return what is read back of rows [H, T, d] float32 at positions first, first + 1, ...; same shape, float32.
 
-    A last group without all its rows is coded from those it has: its values are only read by who knows better.
+    Sink rows come back as they are. A last group without all its rows is coded from those it has: nobody reads it yet.
 
     Raises:
-        ValueError: `first` is not the first position of a group.
+        ValueError: `first` lies inside a group.
     """
     size = spec.group_tokens
-    if (first - spec.group_start) % size:
+    sinks = min(max(spec.group_start - first, 0), rows.shape[1])
+    if sinks:
+        return torch.cat([rows[:, :sinks], token_group_hat(rows[:, sinks:], first + sinks, spec)], 1)
+    if group_begin(first, spec) != first:
         raise ValueError(f"rows start at position {first}, inside a group of {size} tokens")
     heads, tokens, d = rows.shape
     whole = tokens - tokens % size

@@ -25,7 +25,7 @@ def bf16_rows() -> HeadCodec:
 
 @dataclass(frozen=True)
 class MixedRows:
-    """Rows of one layer in the shifted frame, float32.
+    """Rows of one layer in the shifted frame, float32 (float64 of float64 keys).
 
     Attributes:
         keys: Exact rows r, ``[H, T, d]``.
@@ -50,11 +50,11 @@ class MixedRows:
         """Return ``q~ . r`` with r decoded where `exact` is False.
 
         Args:
-            query: Mapped queries, float32 ``[Hq, n, d]``.
+            query: Mapped queries ``[Hq, n, d]``.
             exact: Bool ``[n, T]``; True outside the coded range.
 
         Returns:
-            Unscaled products, float32 ``[Hq, n, T]``.
+            Unscaled products ``[Hq, n, T]``.
         """
         products = grouped_products(query, self.keys)
         coded = self.coded
@@ -67,11 +67,11 @@ class MixedRows:
         """Return ``weights @ V'`` with v' decoded where `exact` is False.
 
         Args:
-            weights: Softmax weights, float32 ``[Hq, n, T]``.
+            weights: Softmax weights ``[Hq, n, T]``.
             exact: Bool ``[n, T]``; True outside the coded range.
 
         Returns:
-            Outputs in the shifted frame, float32 ``[Hq, n, dv]``.
+            Outputs in the shifted frame ``[Hq, n, dv]``.
         """
         coded = self.coded
         if coded.start == coded.stop:
@@ -85,11 +85,17 @@ def mixed_rows(codec: HeadCodec, k: Tensor, v: Tensor, start: int, stop: int) ->
 
     Row t is the token at position t. Codecs of token groups see the rows up to the end of the last group as well.
     """
-    keys, values = codec.key_frame(k.float()), codec.value_frame(v.float())
+    dtype = wide(k)
+    keys, values = codec.key_frame(k.to(dtype)), codec.value_frame(v.to(dtype))
     keys_hat, values_hat = keys[:, :0], values[:, :0]
     if start < stop:
-        end = min(codec.block_end(stop), keys.shape[1])
+        end = min(codec.block(stop)[1], keys.shape[1])
         positions = torch.arange(start, end, device=keys.device)
         keys_hat = codec.keys_hat(keys[:, start:end], positions)[:, : stop - start]
         values_hat = codec.values_hat(values[:, start:end], positions)[:, : stop - start]
-    return MixedRows(keys.float(), values.float(), keys_hat.float(), values_hat.float(), start)
+    return MixedRows(keys, values, keys_hat.to(dtype), values_hat.to(dtype), start)
+
+
+def wide(rows: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: float64 for float64 rows, else float32."""
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32

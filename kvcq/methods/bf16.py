@@ -19,6 +19,7 @@ class Bf16(Method):
     name = "bf16"
     summary = "the exact cache: the reference of every comparison"
     quantizes = False
+    unserved = "keeps rows exact"
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Return the codecs that change nothing. A fit never asks: `quantizes` is False."""

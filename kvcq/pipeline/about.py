@@ -24,6 +24,8 @@ def methods() -> Answer:
         origin = "" if info.origin == "kvcq" else f"  [{info.origin}]"
         lines.append(f"{info.name}{origin}")
         lines.append(f"  {info.problem or info.summary}")
+        if info.problem is None:
+            lines.append(f"  accuracy only: {info.unserved}" if info.unserved else "  served")
         if info.paper:
             lines.append(f"  {info.paper}")
         rows = [(f"{p.name}={p.default}", f"{p.doc} ({p.allowed})") for p in info.parameters]

@@ -108,7 +108,8 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     """Fit a method to statistics and write a fit folder.
 
     Raises:
-        InputError: bad recipe, statistics of a single shard, or a layer id to skip that the model does not have.
+        InputError: bad recipe, statistics of a single shard, a layer id to skip that the model does not have, or
+            windows that the method cannot work with.
         CorruptArtifactError: the statistics are damaged.
         UnsupportedError: a target context beyond the collected length on a layer without un-rotation.
     """
@@ -125,6 +126,7 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     stats = read_stats(request.stats)
     refuse_shard(stats.header, request.stats)
     check_layers(recipe, stats.header)
+    method.check_windows(recipe.windows)
     for layer in stats.header.geometry.quantizable():
         if bf16_plan(layer, stats.header, recipe, method) is None:
             method.check(layer)

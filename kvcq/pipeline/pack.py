@@ -86,14 +86,13 @@ def check_served(fit: FitArtifact, where: Path) -> None:
     """Refuse codecs that exist for comparison only: no kernel reads them.
 
     Raises:
-        InputError: names the first layer and what is not served.
+        InputError: names the first layer and why no page holds its codes.
     """
     for entry in fit.header.plan:
         for side, codec in (("K", entry.k), ("V", entry.v)):
             if codec is not None and not codec.served:
-                odd = f"metadata {codec.metadata}, groups {codec.groups}, codebook {codec.codebook}"
                 raise InputError(
-                    f"layer {entry.layer}'s {side} codec is for accuracy only ({odd})",
+                    f"layer {entry.layer}'s {side} codec is for accuracy only: {codec.unserved}",
                     where=where,
-                    fix="fit with metadata=fp16-bias, groups 1 or 4, codebook=int8",
+                    fix="fit a method and parameters that kvcq methods calls served",
                 )

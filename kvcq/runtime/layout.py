@@ -10,6 +10,9 @@ Every token of a quantized layer has a coded row, the exact ones included; the e
 
 An affine word holds {s_k, b_k, s_v, b_v} of one token and group; keys and values share the words, so the side with
 more groups decides how many there are, and vector quantization leaves b_k unused.
+
+A codec that no page holds is counted side by side, by what it needs: its codes, the numbers that decode them, and the
+values and indices of entries kept exact. Its tokens are still counted in runs of 64, beside the same BF16 rows.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ RING_SLACK = 64
 BF16_BYTES = 2
 
 _WORD_NUMBERS = 4
+_PAGED = ("none", "uniform", "group_vq")
+_OUTLIER_BYTES = 2
 _NUMBER_BYTES = {"fp16-bias": 2, "fp32-zero": 4}
 _DTYPE_BYTES = {
     "F64": 8,
@@ -43,21 +48,30 @@ _DTYPE_BYTES = {
 }
 
 
-def token_bytes(k: CodecSpec, v: CodecSpec, d_k: int, d_v: int) -> tuple[int, int]:
-    """Return (code bytes, metadata bytes) of one token and KV head.
+def token_bytes(k: CodecSpec, v: CodecSpec, d_k: int, d_v: int) -> tuple[float, float]:
+    """Return (code bytes, metadata bytes) of one token and KV head; fractions where tokens share what is stored.
 
     At d_k = d_v = 128 and one group: (64, 8), 2.25 bits an element.
     """
-    sides = [side for side in (k, v) if side.quantizer != "none"]
-    codes = _row_bytes(k, d_k) + _row_bytes(v, d_v)
-    words = max((side.groups for side in sides), default=0)
-    number = max((_NUMBER_BYTES[side.metadata] for side in sides), default=0)
+    sides = ((k, d_k), (v, d_v))
+    codes = sum(_row_bytes(side, d) for side, d in sides)
+    if any(side.quantizer not in _PAGED for side, _ in sides):
+        return codes, sum(_own_metadata(side, d) for side, d in sides)
+    coded = [side for side, _ in sides if side.quantizer != "none"]
+    words = max((side.groups for side in coded), default=0)
+    number = max((_NUMBER_BYTES[side.metadata] for side in coded), default=0)
     return codes, words * _WORD_NUMBERS * number
 
 
 def page_bytes(k: CodecSpec, v: CodecSpec, d_k: int, d_v: int) -> int:
-    """Return the bytes of one page block: 64 tokens of one layer and KV head."""
-    return PAGE * sum(token_bytes(k, v, d_k, d_v))
+    """Return the bytes of one page block: 64 tokens of one layer and KV head.
+
+    Raises:
+        ValueError: codecs that no page holds.
+    """
+    if any(side.quantizer not in _PAGED for side in (k, v)):
+        raise ValueError(f"no page holds it: {k.unserved or v.unserved}")
+    return int(PAGE * sum(token_bytes(k, v, d_k, d_v)))
 
 
 def bits_per_element(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows: Windows, context: int) -> BitsEntry:
@@ -73,7 +87,8 @@ def bits_per_element(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows
         raise ValueError(f"context must be positive, not {context}")
     tokens = ceil(context / PAGE) * PAGE
     rows = windows.sink + windows.recent + RING_SLACK
-    elements = codes = metadata = exact = 0
+    elements = exact = 0
+    codes = metadata = 0.0
     for layer, k, v in _quantized(plan, geometry):
         code, meta = token_bytes(k, v, layer.d_k, layer.d_v)
         elements += layer.kv_heads * (layer.d_k + layer.d_v)
@@ -87,7 +102,7 @@ def bits_per_element(plan: Sequence[LayerPlan], geometry: ModelGeometry, windows
     return BitsEntry(context=context, codes=parts[0], metadata=parts[1], windows=parts[2], total=sum(parts))
 
 
-def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> int:
+def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> float:
     """Return the bytes that one more token adds to the cache, over all layers and heads.
 
     Full-attention layers kept in BF16 count; windows do not grow, nor do sliding, linear and shared layers.
@@ -134,7 +149,28 @@ def constants_bytes(tensors: Iterable[TensorEntry]) -> int:
 
 
 def _row_bytes(side: CodecSpec, d: int) -> int:
-    return d * BF16_BYTES if side.quantizer == "none" else ceil(d * side.bits / 8)
+    """Return the bytes of a row's codes; promoted channels of token groups have twice the bits."""
+    if side.quantizer == "none":
+        return d * BF16_BYTES
+    return ceil((d + side.promoted_channels(d)) * side.bits / 8)
+
+
+def _own_metadata(side: CodecSpec, d: int) -> float:
+    """Return what decodes one row of a codec outside of pages, codes apart, in bytes.
+
+    An outlier is a float16 value and the index of its channel; where their number varies by row, a byte holds it.
+    """
+    number = _NUMBER_BYTES[side.metadata]
+    index = 1 if d <= 256 else 2
+    if side.quantizer == "uniform":
+        return side.groups * 2 * number
+    if side.quantizer == "token_group":
+        return (d * 2 * number + side.promoted_channels(d) * index) / side.group_tokens
+    if side.unit == "channel":
+        return side.outliers * d * (_OUTLIER_BYTES + index) + (1 if side.outliers else 0)
+    if side.unit == "range":
+        return 2 * number + side.row_outliers(d) * (_OUTLIER_BYTES + index)
+    return number if side.quantizer in ("levels", "group_vq") else 0
 
 
 def _bf16_row(layer: LayerGeometry) -> int:

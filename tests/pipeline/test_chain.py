@@ -21,6 +21,7 @@ from tests.chain import CHEAP, CONTEXTS, WINDOWS, World, bare_environment, conte
 
 METHODS = registry.available()
 QUANTIZING = [name for name in METHODS if registry.load(name).quantizes]
+SERVED = [name for name in METHODS if registry.load(name).unserved is None]
 
 
 def test_stats_describe_the_run_without_machine_paths(world: World) -> None:
@@ -59,8 +60,10 @@ def test_report_compares_all_methods_and_better_ones_win(world: World) -> None:
 
 
 @pytest.mark.parametrize("archive", [False, True], ids=["folder", "archive"])
-@pytest.mark.parametrize("method", QUANTIZING)
-def test_bundles_of_every_method_verify_in_both_forms(world: World, tmp_path: Path, method: str, archive: bool) -> None:
+@pytest.mark.parametrize("method", SERVED)
+def test_bundles_of_every_served_method_verify_in_both_forms(
+    world: World, tmp_path: Path, method: str, archive: bool
+) -> None:
     out = world.pack(method, tmp_path / "it.kvcq", archive=archive)
     answer = verify(out)
     assert answer.record["kind"] == "bundle" and answer.record["archive"] is archive
@@ -83,6 +86,13 @@ def test_bundles_measure_like_their_fits(world: World, tmp_path: Path) -> None:
 def test_fit_that_quantizes_nothing_is_not_packed(world: World, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="quantizes no layer"):
         world.pack("bf16", tmp_path / "it.kvcq")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", sorted(set(QUANTIZING) - set(SERVED)))
+def test_fit_for_accuracy_only_is_not_packed_and_the_reason_is_said(world: World, tmp_path: Path, method: str) -> None:
+    with pytest.raises(InputError, match=f"for accuracy only: {registry.load(method).unserved}"):
+        world.pack(method, tmp_path / "it.kvcq")
     assert not list(tmp_path.iterdir())
 
 
@@ -113,7 +123,7 @@ for method, settings in plan["methods"].items():
     fit(FitRequest(stats=Path(plan["stats"]), out=out / method, method=method, settings=tuple(settings)))
     target = out / f"{method}-target"
     fit(FitRequest(stats=Path(plan["stats"]), out=target, method=method, settings=tuple(settings), target_context=400))
-    if plan["report"] and method != "bf16":
+    if method in plan["served"]:
         pack(PackRequest(fit=out / method, report=Path(plan["report"]), out=out / f"{method}.kvcq"))
 """
 
@@ -127,6 +137,7 @@ def test_fit_and_pack_give_the_same_bytes_at_any_thread_count(world: World, tmp_
             "out": str(tmp_path / str(threads)),
             "stats": str(world.stats),
             "report": str(world.report),
+            "served": SERVED,
             "methods": {method: [*WINDOWS, *CHEAP.get(method, ())] for method in METHODS},
         }
         environment = bare_environment(OMP_NUM_THREADS=str(threads))

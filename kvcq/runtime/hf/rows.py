@@ -72,25 +72,29 @@ class RequestRows(ABC):
     def tensors(self) -> list[Tensor]:
         """Return every tensor that this request occupies."""
 
-    def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on.
+    def check_crop(self, length: int) -> None:
+        """Refuse a crop to `length` tokens that later queries would suffer from.
 
         Raises:
             UnsupportedError: exact rows that the shorter context needs have been overwritten; states how many tokens
                 can be taken back.
         """
-        if length >= self.length:
-            return
-        windows = self.windows
-        if self.held > max(windows.sink, length - windows.recent + 1):
-            most = self.length - max(self.held + windows.recent - 1, 0)
+        # The next query is at position `length` and reads exactly from here on; sinks have rows of their own.
+        needed = max(self.windows.sink, length - self.windows.recent + 1)
+        if self.held > needed < length < self.length:
+            most = self.length - (self.held + self.windows.recent - 1)
             raise UnsupportedError(
                 f"cannot take back {self.length - length} of {self.length} tokens: exact rows of the last "
-                f"{windows.recent + RING_SLACK} tokens are kept, enough to take back {max(most, 0)}",
+                f"{self.windows.recent + RING_SLACK} tokens are kept, enough to take back {most}",
                 where="cache.crop",
                 fix="draft fewer tokens at a time, or start with a new cache",
             )
-        self.length = length
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from position `length` on, once `check_crop` has passed."""
+        if length < self.length:
+            self.length = length
+            self.held = min(self.held, length)
 
     def clone(self) -> RequestRows:
         """Return an independent copy."""
@@ -187,15 +191,17 @@ class SimulatedRows(RequestRows):
         self.hats = (self.rows[0].float(), self.rows[1].float())
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Keep the rows; code those whose codes can be told."""
+        """Keep the rows and code them, with those of the run of tokens that they continue; sinks are never coded."""
         stop = self.length + keys.shape[1]
         if stop > self.rows[0].shape[1]:
             self._reserve(max(stop, self.rows[0].shape[1] * 3 // 2))
         for kept, rows in zip(self.rows, (keys, values), strict=True):
             kept[:, self.length : stop] = rows.to(kept.dtype)
-        positions = torch.arange(self.length, stop, device=keys.device)
-        self.hats[0][:, self.length : stop] = self.codec.keys_hat(keys, positions).to(self.hats[0].dtype)
-        self.hats[1][:, self.length : stop] = self.codec.values_hat(values, positions).to(self.hats[1].dtype)
+        for side, rows, hats in zip((self.codec.k, self.codec.v), self.rows, self.hats, strict=True):
+            start = max(side.block(self.length)[0], self.windows.sink)
+            if start < stop:
+                positions = torch.arange(start, stop, device=rows.device)
+                hats[:, start:stop] = side.hat(rows[:, start:stop].to(keys.dtype), positions)
         self.length = stop
 
     def exact(self, start: int, stop: int) -> Pair:
