@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from kvcq.reports import layers, svg, tables
+from kvcq.reports import colours, layers, tables
 from kvcq.reports.heat import heat_map, heat_scale
 from kvcq.reports.kl_chart import kl_chart
 from kvcq.reports.summary import (
     BF16_BITS,
     bits_at,
+    bits_contexts,
     candidates,
     closest,
     contexts,
@@ -22,14 +22,15 @@ from kvcq.reports.summary import (
     verdict,
     warnings,
 )
+from kvcq.reports.sweep import sweep_charts, sweep_sentence, sweep_table
 from kvcq.reports.tables import Cell, Column, Table
+from kvcq.reports.task_page import task_facts, task_page
 from kvcq.reports.templating import environment
 from kvcq.reports.text import ABSENT, clean, context_label, number, percent, size
 from kvcq.spec.report import ArtifactReport, Report
 
-# Colour stops from the lowest to the highest KL: on each ground the lowest recedes and the highest stands out.
-_LIGHT = ("#fbf0e2", "#f7d3ae", "#f0a184", "#d9647a", "#9a3d7c", "#43205c")
-_DARK = ("#20243a", "#45306b", "#8f3d78", "#d8586c", "#f59d62", "#fbe9a9")
+# Beyond so many artifacts only the map of the best one is open: a page of twenty stays readable.
+OPEN_MAPS = 6
 
 
 def render_html(report: Report) -> str:
@@ -38,30 +39,74 @@ def render_html(report: Report) -> str:
     Every foreign string is escaped; the page declares a policy that forbids loading anything.
     """
     scale = heat_scale(report)
-    chosen, best = candidates(report), closest(report)
+    best, tasks, fidelity = closest(report), task_page(report), tables.report_fidelity(report)
+    chosen = _chosen(report, best)
+    folded = len(chosen) > OPEN_MAPS
     return environment().get_template("report.html.j2").render(
         report=report,
+        contents=_contents(report, bool(fidelity), tasks is not None),
         verdict=verdict(report),
         facts=_facts(report),
         gates=tables.gates_table(report),
         bits=tables.bits_table(report),
         bars=_bars(report),
         longest=max(contexts(report), default=0),
+        stored=_stored(report),
+        sweep=_sweep(report),
         bytes=tables.bytes_table(report),
-        fidelity=tables.report_fidelity(report),
+        fidelity=fidelity,
         chart=kl_chart(report),
         chart_table=_chart_table(report),
         shares=layers.share_table(report),
+        tasks=tasks,
         worst=tables.worst_table(report, 5),
-        maps=[(clean(a.name), heat_map(a, scale, key=f"map{i}"), _heat_table(a)) for i, a in enumerate(chosen)],
+        maps=[
+            (clean(a.name), heat_map(a, scale, key=f"map{i}"), _heat_table(a), folded and a is not best)
+            for i, a in enumerate(chosen)
+        ],
         details=[_detail(a, opened=a is best) for a in chosen],
         skipped=tables.skipped_table(report),
         folds=tables.fold_table(report),
         warnings=warnings(report),
         artifacts=tables.artifact_table(report),
-        heat_light=_ramp(_LIGHT),
-        heat_dark=_ramp(_DARK),
+        heat_light=colours.ramp(colours.LIGHT),
+        heat_dark=colours.ramp(colours.DARK),
     )  # fmt: skip
+
+
+def _contents(report: Report, attention: bool, tasks: bool) -> list[tuple[str, str]]:
+    """Return (id, title) of the sections that the page has."""
+    shown = [("bits", "Bits"), ("bytes", "Bytes")]
+    shown = [("sweep", "Sweep"), *shown] if report.sweep is not None else shown
+    shown += [("tasks", "Tasks")] if tasks else []
+    shown += [("fidelity", "Fidelity"), ("worst", "Worst heads"), ("layers", "Layers")] if attention else []
+    return [*shown, ("skipped", "Skipped"), ("warnings", "Warnings"), ("reproduce", "Reproduce")]
+
+
+def _chosen(report: Report, best: ArtifactReport | None) -> list[ArtifactReport]:
+    """Return the artifacts shown layer by layer: of a sweep only the best point, next to those that are no points."""
+    points = set() if report.sweep is None else {point.artifact for point in report.sweep.points}
+    return [row for row in candidates(report) if row.name not in points or row is best]
+
+
+def _stored(report: Report) -> int:
+    """Return the context at which bits are drawn: the longest measured one, else the longest recorded one."""
+    return max(contexts(report), default=max(bits_contexts(report), default=0))
+
+
+@dataclass(frozen=True)
+class SweepPage:
+    """The section of a sweep; `charts` holds (caption, drawing, table)."""
+
+    sentence: str
+    table: Table
+    charts: list[tuple[str, Markup, Table]]
+
+
+def _sweep(report: Report) -> SweepPage | None:
+    if report.sweep is None:
+        return None
+    return SweepPage(sweep_sentence(report.sweep), sweep_table(report), sweep_charts(report))
 
 
 @dataclass(frozen=True)
@@ -90,14 +135,14 @@ def _detail(artifact: ArtifactReport, *, opened: bool) -> Detail:
 def _facts(report: Report) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) of the artifact closest to BF16, for the head of the page."""
     best, longest = closest(report), max(contexts(report), default=0)
-    metrics = None if best is None else metrics_at(best, longest)
-    if best is None or metrics is None:
+    if best is None:
         return []
-    facts = [
-        ("Attention KL", number(metrics.kl), f"nats at {context_label(longest)}"),
-        ("Top-1 agreement", percent(metrics.top1), "strongest key unchanged"),
-    ]
-    if bits := bits_at(best, longest):
+    metrics, facts = metrics_at(best, longest), []
+    if metrics is not None:
+        facts.append(("Attention KL", number(metrics.kl), f"nats at {context_label(longest)}"))
+        facts.append(("Top-1 agreement", percent(metrics.top1), "strongest key unchanged"))
+    facts += task_facts(best.tasks)
+    if bits := bits_at(best, _stored(report)):
         facts.append(("Bits per element", f"{bits:.2f}", f"{BF16_BITS / bits:.1f}× below BF16"))
     if best.bytes_per_token:
         facts.append(("Cache per token", size(best.bytes_per_token), f"{2**30 / best.bytes_per_token:,.0f} tokens/GiB"))
@@ -106,7 +151,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
 
 def _bars(report: Report) -> list[tuple[str, float, list[tuple[str, str, float]]]]:
     """Return (name, total bits, [(class, title, percent of 16 bits)]) of each artifact at the longest context."""
-    longest = max(contexts(report), default=0)
+    longest = _stored(report)
     bars = []
     for artifact in report.artifacts:
         total, entry = bits_at(artifact, longest), tables.storage_at(artifact, longest)
@@ -147,15 +192,3 @@ def _heat_table(artifact: ArtifactReport) -> Table:
         for layer, cells in sorted(values.items())
     ]
     return Table(columns, (tables.Group("", tuple(rows)),))
-
-
-def _ramp(stops: Sequence[str]) -> Markup:
-    """Return the fill rules of all heat steps, interpolated between colour stops."""
-    channels = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
-    rules = []
-    for step in range(svg.STEPS):
-        place = step / (svg.STEPS - 1) * (len(stops) - 1)
-        base = min(int(place), len(stops) - 2)
-        mixed = [a + (b - a) * (place - base) for a, b in zip(channels[base], channels[base + 1], strict=True)]
-        rules.append(f".h{step}{{fill:#{''.join(f'{round(value):02x}' for value in mixed)}}}")
-    return Markup("".join(rules))  # noqa: S704 - built from the constants above

@@ -81,13 +81,14 @@ def head_table(artifact: ArtifactReport, count: int = 10) -> Table:
 def share_table(report: Report) -> Table:
     """Share of key reads that hit 2-bit rows, by context: what the windows leave to measure."""
     lengths = contexts(report)
+    measured = candidates(report) if lengths else []
     columns = (
         Column("Artifacts", numeric=False),
         Column("Sink + recent", "Tokens kept exact at both ends"),
         *(Column(context_label(n), f"Share of key reads from 2-bit rows at {n} tokens") for n in lengths),
     )
     groups: dict[tuple[str, ...], list[str]] = {}
-    for artifact in candidates(report):
+    for artifact in measured:
         found = {entry.context: percent(entry.quantized_share) for entry in artifact.contexts}
         shares = (found.get(n, ABSENT) for n in lengths)
         windows = f"{artifact.windows.sink} + {artifact.windows.recent}"

@@ -13,6 +13,7 @@ from kvcq.reports.text import number
 
 # Values that differ by less than this factor are told apart better on a linear axis.
 LOG_FROM = 4.0
+_DASHES = ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="1.5 5"')
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def line_chart(
     ends = spread([y_of(points[-1][1]) for _, points in drawn], 17, top, top + plot_h)
     for (line, points), name, end in zip(drawn, names, ends, strict=True):
         where = [(x_of(place), y_of(value)) for place, value in points]
-        dash = ' stroke-dasharray="6 4"' if line.index >= HUES else ""
+        dash = _DASHES[line.index // HUES % len(_DASHES)]
         path = "L".join(f"{x:.1f},{y:.1f}" for x, y in where)
         parts.append(f'<g class="{series_class(line.index)}"><path class="line" d="M{path}"{dash}/>')
         for (x, y), (place, value) in zip(where, points, strict=True):
@@ -139,7 +140,7 @@ def line_chart(
     return Markup("".join(parts) + "</svg>")  # noqa: S704 - every foreign string above went through escape
 
 
-def log_places(lengths: Sequence[int], names: Sequence[str]) -> list[Place]:
+def log_places(lengths: Sequence[float], names: Sequence[str]) -> list[Place]:
     """Place positive numbers so that equal ratios are equal distances; a single one stands in the middle."""
     if len(lengths) < 2:
         return [Place(0.5, name) for name in names]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from kvcq.reports.task_summary import closeness, task_clauses
 from kvcq.reports.text import clean, context_label, number, percent, plural, ranges
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult, Report
 
@@ -55,10 +56,22 @@ def bits_contexts(report: Report) -> list[int]:
     return sorted(keys | {entry.context for artifact in report.artifacts for entry in artifact.storage})
 
 
+def method_beside(artifact: ArtifactReport) -> str:
+    """Return the method where the artifact's name does not say it: it is the name, or heads a point of a sweep."""
+    name, method = (text.lower().replace("_", "-") for text in (artifact.name, artifact.method))
+    said = is_reference(artifact) or name == method or name.startswith(f"{method}[")
+    return "" if said else clean(artifact.method)
+
+
 def closest(report: Report) -> ArtifactReport | None:
-    """Return the artifact of lowest KL at the longest context; the first of equals."""
+    """Return the artifact of lowest attention KL at the longest context; the first of equals.
+
+    Where attention was not measured, the tasks decide, as `task_summary.closeness` says.
+    """
     longest = max(contexts(report), default=0)
-    scored = [(metrics.kl, artifact) for artifact in candidates(report) if (metrics := metrics_at(artifact, longest))]
+    found = candidates(report)
+    scored = [(metrics.kl, artifact) for artifact in found if (metrics := metrics_at(artifact, longest))]
+    scored = scored or [(far, artifact) for artifact in found if (far := closeness(artifact)) is not None]
     return min(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
@@ -77,14 +90,20 @@ def verdict(report: Report) -> Verdict:
 
 def _closest_sentence(report: Report) -> str:
     best, longest = closest(report), max(contexts(report), default=0)
-    metrics = None if best is None else metrics_at(best, longest)
-    if best is None or metrics is None:
+    if best is None:
         return "Only the BF16 reference was measured."
     lead = "is closest to BF16" if len(candidates(report)) > 1 else "was measured"
-    text = f"{clean(best.name)} {lead} at {context_label(longest)}: attention KL {number(metrics.kl)} nats, "
-    text += f"top-1 {percent(metrics.top1)}"
-    bits = bits_at(best, longest)
-    return f"{text}, {bits:.2f} bits per element ({BF16_BITS / bits:.1f}× smaller)." if bits else text + "."
+    metrics, clauses = metrics_at(best, longest), []
+    if metrics is not None:
+        lead += f" at {context_label(longest)}"
+        clauses += [f"attention KL {number(metrics.kl)} nats", f"top-1 {percent(metrics.top1)}"]
+    clauses += task_clauses(best.tasks)
+    if metrics is None:
+        longest = max(bits_contexts(report), default=0)
+    if bits := bits_at(best, longest):
+        at = "" if metrics is not None else f" at {context_label(longest)}"
+        clauses.append(f"{bits:.2f} bits per element{at} ({BF16_BITS / bits:.1f}× smaller)")
+    return f"{clean(best.name)} {lead}: {', '.join(clauses)}."
 
 
 def gate_sentence(gate: GateResult) -> str:

@@ -14,6 +14,7 @@ from kvcq.reports.summary import (
     contexts,
     gate_sentence,
     is_reference,
+    method_beside,
     metrics_at,
     skipped,
     worst_heads,
@@ -28,19 +29,21 @@ Tone = Literal["", "best", "pass", "fail", "muted"]
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, what it means, and whether its cells are numbers."""
+    """A heading, what it means, whether its cells are numbers, and the heading on several lines for terminals."""
 
     label: str
     help: str = ""
     numeric: bool = True
+    narrow: str = ""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Plain text with a tone that each form shows in its own way (never by colour alone)."""
+    """Plain text with a tone that each form shows in its own way (never by colour alone), and a fainter remark."""
 
     text: str
     tone: Tone = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class Table:
 NAME = Column("Artifact", numeric=False)
 
 
-def _name(artifact: ArtifactReport) -> Cell:
-    return Cell(clean(artifact.name), "muted" if is_reference(artifact) else "")
+def name_cell(artifact: ArtifactReport) -> Cell:
+    """Return the first cell of an artifact's row: its name, and the method where the name does not say it."""
+    return Cell(clean(artifact.name), "muted" if is_reference(artifact) else "", method_beside(artifact))
 
 
-def _flat(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> Table:
+def flat(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> Table:
+    """Return a table of one group without a title."""
     return Table(tuple(columns), (Group("", tuple(tuple(row) for row in rows)),))
 
 
@@ -85,7 +90,7 @@ def gates_table(report: Report) -> Table:
         )
         for gate in report.gates
     ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def bits_table(report: Report) -> Table:
@@ -102,13 +107,13 @@ def bits_table(report: Report) -> Table:
         ]
     rows = []
     for artifact in report.artifacts:
-        row = [_name(artifact), *(_bits(bits_at(artifact, n)) for n in lengths)]
+        row = [name_cell(artifact), *(_bits(bits_at(artifact, n)) for n in lengths)]
         if split:
             entry = storage_at(artifact, lengths[-1])
             parts = (entry.codes, entry.metadata, entry.windows) if entry else (None, None, None)
             row += [_bits(part) for part in parts]
         rows.append(row)
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def storage_at(artifact: ArtifactReport, context: int) -> BitsEntry | None:
@@ -138,7 +143,7 @@ def bytes_table(report: Report) -> Table:
         layers = "all BF16" if is_reference(artifact) else f"{len(artifact.quantized_layers)} coded{kept}"
         rows.append(
             (
-                _name(artifact),
+                name_cell(artifact),
                 Cell(f"{cost:,.0f}" if cost else ABSENT),
                 Cell(f"{2**30 / cost:,.0f}" if cost else ABSENT),
                 Cell(f"{reference / cost:.2f}×" if cost and reference else ABSENT),
@@ -146,7 +151,7 @@ def bytes_table(report: Report) -> Table:
                 Cell(layers),
             )
         )
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def _fidelity_group(artifacts: Sequence[ArtifactReport], context: int) -> Group:
     rows = []
     for artifact in artifacts:
         found = metrics_at(artifact, context)
-        row = [_name(artifact), _bits(bits_at(artifact, context))]
+        row = [name_cell(artifact), _bits(bits_at(artifact, context))]
         for metric, top in zip(METRICS, best, strict=True):
             if found is None:
                 row.append(Cell(ABSENT, "muted"))
@@ -218,11 +223,11 @@ def worst_table(report: Report, count: int = 3) -> Table:
         Column("Worst heads", "Layer and query head with its mean KL in nats, longest context", numeric=False),
     )
     rows = []
-    for artifact in candidates(report):
+    for artifact in candidates(report) if contexts(report) else ():
         layers = ", ".join(f"L{layer}\u00a0({number(kl)})" for layer, kl in worst_layers(artifact, count))
         heads = ", ".join(f"L{layer}H{head}\u00a0({number(kl)})" for layer, head, kl in worst_heads(artifact, count))
-        rows.append((_name(artifact), Cell(layers or ABSENT), Cell(heads or ABSENT)))
-    return _flat(columns, rows)
+        rows.append((name_cell(artifact), Cell(layers or ABSENT), Cell(heads or ABSENT)))
+    return flat(columns, rows)
 
 
 def skipped_table(report: Report) -> Table:
@@ -246,7 +251,7 @@ def _by_reason(report: Report, reasons: Callable[[ArtifactReport], Mapping[int, 
         (Cell(layers), Cell(reason), Cell("all" if len(names) == total > 1 else ", ".join(names)))
         for (layers, reason), names in groups.items()
     ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def fold_table(report: Report) -> Table:
@@ -258,10 +263,10 @@ def fold_table(report: Report) -> Table:
         done = f"{sum(fold.fold for fold in artifact.folds)} of {len(artifact.folds)}"
         if artifact.folds:
             rows += [
-                (_name(artifact), Cell(done), Cell(layers), Cell(reason))
+                (name_cell(artifact), Cell(done), Cell(layers), Cell(reason))
                 for reason, layers in (kept or {ABSENT: ABSENT}).items()
             ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def artifact_table(report: Report) -> Table:
@@ -276,7 +281,7 @@ def artifact_table(report: Report) -> Table:
     )
     rows = [
         (
-            _name(artifact),
+            name_cell(artifact),
             Cell(clean(artifact.method)),
             Cell(ABSENT if is_reference(artifact) else f"{artifact.windows.sink} + {artifact.windows.recent}"),
             Cell(context_label(artifact.target_context) if artifact.target_context else ABSENT),
@@ -285,7 +290,7 @@ def artifact_table(report: Report) -> Table:
         )
         for artifact in report.artifacts
     ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def manifest_bits(manifest: Manifest) -> Table:
@@ -295,7 +300,7 @@ def manifest_bits(manifest: Manifest) -> Table:
         (Cell(context_label(entry.context)), *map(_bits, (entry.codes, entry.metadata, entry.windows, entry.total)))
         for entry in manifest.bits
     ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def manifest_fidelity(manifest: Manifest) -> Table:
@@ -305,11 +310,11 @@ def manifest_fidelity(manifest: Manifest) -> Table:
         (Cell(context_label(entry.context)), *(Cell(metric.write(metric.read(entry.metrics))) for metric in METRICS))
         for entry in manifest.validation.contexts
     ]
-    return _flat(columns, rows)
+    return flat(columns, rows)
 
 
 def manifest_skipped(manifest: Manifest) -> Table:
     """BF16 layers of a bundle, by reason."""
     kept = by_reason({entry.layer: entry.reason for entry in manifest.plan if entry.reason is not None})
     rows = [(Cell(layers), Cell(reason)) for reason, layers in kept.items()]
-    return _flat((Column("Layers", numeric=False), Column("Why", numeric=False)), rows)
+    return flat((Column("Layers", numeric=False), Column("Why", numeric=False)), rows)

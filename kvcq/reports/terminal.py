@@ -13,10 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvcq.reports import layers, tables
+from kvcq.reports import layers, tables, task_tables
 from kvcq.reports.stacked import Stacked
 from kvcq.reports.summary import closest, contexts, reproduction, verdict, warnings
-from kvcq.reports.tables import Table
+from kvcq.reports.sweep import sweep_sentence, sweep_table
+from kvcq.reports.tables import Cell, Table
+from kvcq.reports.task_settings import settings
+from kvcq.reports.task_summary import flaws, has_tasks
 from kvcq.reports.text import clean, context_label, plural, ranges, size, to_ascii
 from kvcq.spec.manifest import Manifest
 from kvcq.spec.report import Report
@@ -51,13 +54,18 @@ def report_view(report: Report, *, ascii_only: bool = False) -> RenderableType:
     write.line((badge, style), ("  " + judged.headline, "bold"))
     write.line((judged.detail, ""))
     write.table("", tables.gates_table(report))
+    if report.sweep is not None:
+        write.table("Sweep (* best point)", sweep_table(report))
+        write.line((sweep_sentence(report.sweep), "dim"))
     write.table("Bits per element, everything counted", tables.bits_table(report))
     write.table("Bytes per token", tables.bytes_table(report))
+    _tasks(write, report)
     write.table("Fidelity against BF16 (* best quantized value)", tables.report_fidelity(report))
     write.table("Keys read from codes, not from exact windows", layers.share_table(report))
     longest = context_label(max(contexts(report), default=0))
     write.table(f"Worst layers and heads, mean KL in nats at {longest}", tables.worst_table(report))
-    if best := closest(report):
+    best = closest(report)
+    if best is not None and best.layers:
         shown, total = min(WORST_LAYERS, len(best.layers)), len(best.layers)
         title = f"Layers of {clean(best.name)} at {longest}, worst first ({shown} of {total})"
         write.table(title, layers.layer_table(best, count=WORST_LAYERS))
@@ -72,6 +80,25 @@ def report_view(report: Report, *, ascii_only: bool = False) -> RenderableType:
         write.verbatim(clean(report.command))
         write.line((reproduction(report), ""))
     return write.group()
+
+
+def _tasks(write: _Writer, report: Report) -> None:
+    """Write the tables of the model-level tasks that ran, and what their numbers depend on."""
+    if not has_tasks(report):
+        return
+    rows = report.artifacts
+    write.table("Perplexity through the cache (* best quantized value)", task_tables.perplexity_table(rows))
+    write.table("Needles found", task_tables.needle_table(rows))
+    if found := flaws(report):
+        write.line(("! ", "yellow"), (found, ""))
+    write.table("Needles found by subtask", task_tables.subtask_table(rows))
+    write.table("Greedy tokens against BF16", task_tables.agreement_table(rows))
+    write.table("KL of the next token by context", task_tables.decode_kl_table(rows))
+    write.table("Exact McNemar tests on the same items, not corrected for many", task_tables.pairs_table(report))
+    if asked := settings(report):
+        write.heading("Settings of the tasks")
+        for label, text in asked:
+            write.line((f"{label}: ", "dim"), (text, ""))
 
 
 def manifest_view(manifest: Manifest, *, ascii_only: bool = False) -> RenderableType:
@@ -134,15 +161,18 @@ class _Writer:
         lines = _ASCII_HEAD if self.ascii_only else box.SIMPLE_HEAD
         drawn = RichTable(box=lines, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for column in table.columns:
-            label, numeric = self.spell(column.label), column.numeric
+            label, numeric = self.spell(column.narrow or column.label), column.numeric
             drawn.add_column(label, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
         for number, group in enumerate(table.groups):
             if group.title:
                 self._rows_under(drawn, group.title, len(table.columns), first=number == 0)
             for row in group.rows:
-                texts = [Text(self.spell(("*" if c.tone == "best" else "") + c.text), _STYLES[c.tone]) for c in row]
-                drawn.add_row(*texts)
+                drawn.add_row(*map(self._cell, row))
         self.parts.append(Stacked(drawn))
+
+    def _cell(self, cell: Cell) -> Text:
+        text = Text(self.spell(("*" if cell.tone == "best" else "") + cell.text), _STYLES[cell.tone])
+        return text.append(self.spell(f" ({cell.remark})"), "dim") if cell.remark else text
 
     def _rows_under(self, drawn: RichTable, title: str, columns: int, *, first: bool) -> None:
         # A table cell cannot span columns: the short form of the context stands in the first one.

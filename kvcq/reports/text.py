@@ -9,7 +9,19 @@ from kvcq.errors import visible
 
 ABSENT = "–"
 _ASCII = str.maketrans(
-    {"×": "x", "–": "-", "—": "-", "·": "|", "…": "...", "≤": "<=", "≥": ">=", "²": "^2", "\u00a0": " "}
+    {
+        "×": "x",
+        "±": "+-",
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "·": "|",
+        "…": "...",
+        "≤": "<=",
+        "≥": ">=",
+        "²": "^2",
+        "\u00a0": " ",
+    }
 )
 
 
@@ -33,6 +45,18 @@ def number(value: float) -> str:
     if abs(value) < 0.1:
         return f"{value:.4f}"
     return f"{value:#.3g}".rstrip(".")
+
+
+def quantity(value: float) -> str:
+    """Write a quantity whose whole digits matter, such as a perplexity."""
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 100_000 else number(value)
+
+
+def factor(value: float) -> str:
+    """Write a ratio to a reference: three decimals while it is near one."""
+    return f"{value:.3f}×" if value < 10 else f"{quantity(value)}×"
 
 
 def percent(share: float) -> str:
