@@ -190,8 +190,8 @@ Books.TestCase.settings = settings(max_examples=40, stateful_step_count=40, dead
 TestBooks = Books.TestCase
 
 
-def test_a_hundred_thousand_steps_mix_no_tokens_and_lose_no_page():
-    """Admit, fork, grow, finish (keeping a prefix), retract and evict at random; pages hold what was written."""
+def test_random_steps_mix_no_tokens_and_lose_no_page():
+    """1e5 steps: admit, fork, grow, finish (keeping a prefix), retract, evict; pages hold what was written."""
     rng, ledger = random.Random(7), Ledger(48, buffers=6)
     running, kept, content = {}, {}, {}
     refused = 0
