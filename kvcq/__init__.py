@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         MergeRequest,
         PackRequest,
         QuickstartRequest,
+        ServerRequest,
         ValidateRequest,
     )
     from kvcq.pipeline.validate import validate
+    from kvcq.pipeline.validate_server import validate_server
     from kvcq.runtime.hf.load import load_cache
 
 _HOMES = {
@@ -38,6 +40,7 @@ _HOMES = {
     "merge": "pipeline.merge",
     "fit": "pipeline.fit",
     "validate": "pipeline.validate",
+    "validate_server": "pipeline.validate_server",
     "pack": "pipeline.pack",
     "quickstart": "pipeline.quickstart",
     "verify": "pipeline.inspect",
@@ -50,6 +53,7 @@ _HOMES = {
     "MergeRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
     "InspectRequest": "pipeline.requests",
+    "ServerRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
@@ -67,6 +71,7 @@ __all__ = [
     "MergeRequest",
     "PackRequest",
     "QuickstartRequest",
+    "ServerRequest",
     "ValidateRequest",
     "__version__",
     "collect",
@@ -82,6 +87,7 @@ __all__ = [
     "pack",
     "quickstart",
     "validate",
+    "validate_server",
     "verify",
 ]
 
