@@ -9,7 +9,7 @@ from kvcq.reports.task_summary import needle_grid
 from kvcq.reports.text import clean, context_label, percent, plural
 from kvcq.spec.tasks import NeedleScore
 
-_WIDTH, _LEFT, _TOP, _BOTTOM = 320, 52, 6, 40
+_WIDTH, _LEFT, _TOP, _BOTTOM = 320, 60, 6, 40
 
 
 def needle_map(name: str, needle: NeedleScore, *, key: str) -> Markup:

@@ -120,17 +120,15 @@ def task_clauses(scores: TaskScores | None) -> list[str]:
 
 
 def flaws(report: Report) -> str:
-    """Say what the counts of truncated answers and failed items come to, or nothing when all are zero."""
-    found = [(row.name, row.tasks.needle) for row in report.artifacts if row.tasks and row.tasks.needle]
-    cut = sum(needle.truncated for _, needle in found)
-    failed = sum(needle.errors for _, needle in found)
-    total = sum(len(needle.items) for _, needle in found)
-    parts = []
-    if cut:
-        parts.append(f"{cut} of {total} answers reached the token limit and were judged as they stood")
-    if failed:
-        parts.append(f"{failed} of {total} items failed to run")
-    return "; ".join(parts)
+    """Count cut answers and failed items of the needle task over all rows; empty when it did not run."""
+    found = [row.tasks.needle for row in report.artifacts if row.tasks is not None and row.tasks.needle is not None]
+    total = sum(len(needle.items) for needle in found)
+    cut, failed = sum(needle.truncated for needle in found), sum(needle.errors for needle in found)
+    if not found:
+        return ""
+    reached = f"{cut} of {total} answers" if cut else "No answer"
+    judged = " and were judged as they stood" if cut else ""
+    return f"{reached} reached the token limit{judged}; {failed or 'no'} item{'' if failed == 1 else 's'} failed to run"
 
 
 def _last(scores: tuple[Score, ...]) -> Score:

@@ -14,7 +14,7 @@ from kvcq.spec.tasks import AgreementScore, DecodeKLScore, Interval, NeedleScore
 
 CI = "95 % percentile bootstrap interval"
 SCORE = Column("Found", "Share of the asked needles in the answers, mean over items")
-EXACT = Column("All found", "Items in whose answer every asked needle stands")
+EXACT = Column("All found", "Items in whose answer every asked needle stands", narrow="All\nfound")
 
 
 def perplexity_table(artifacts: Sequence[ArtifactReport]) -> Table:
@@ -67,14 +67,14 @@ def agreement_table(artifacts: Sequence[ArtifactReport]) -> Table:
     """Greedy generation against that of the BF16 cache."""
     columns = (
         NAME,
-        Column("Same token", "Steps whose likeliest token is that of the BF16 cache, its own tokens fed"),
+        Column("Same token", "Steps whose likeliest token is that of BF16, its own tokens fed", narrow="Same\ntoken"),
         Column("95 % CI", f"{CI}, blocks of 8 steps resampled"),
         Column("Diverged", "Prompts whose own greedy continuation differs somewhere", narrow="Diver-\nged"),
         Column("First", "Earliest differing token of any prompt, counted from 0"),
         Column("Median", "Median over prompts of the first differing token; none counts as the end"),
         Column("Near-ties", "First differences where BF16 itself is undecided", narrow="Near-\nties"),
         Column("KL", "Mean KL(BF16 || quantized) along the tokens of the BF16 cache, in nats"),
-        Column("KL max", "Largest of a step"),
+        Column("KL max", "Largest of a step", narrow="KL\nmax"),
     )
 
     def row(score: AgreementScore) -> tuple[str, ...]:
@@ -114,6 +114,7 @@ def needle_table(artifacts: Sequence[ArtifactReport]) -> Table:
     """Retrieval over all items, and by context; cut answers and failed items are counted."""
     found = _needles(artifacts)
     lengths = sorted({entry.context for _, needle in found for entry in needle.lengths})
+    failed = any(needle.errors for _, needle in found)
     columns = (
         NAME,
         SCORE,
@@ -121,19 +122,20 @@ def needle_table(artifacts: Sequence[ArtifactReport]) -> Table:
         EXACT,
         *(Column(context_label(n), f"Share found at {n} tokens") for n in lengths),
         Column("Cut", "Answers that reached the token limit; judged as they stood"),
-        Column("Failed", "Items that failed to run"),
+        *((Column("Failed", "Items that failed to run"),) if failed else ()),
     )
     best = _best(found, lambda n: n.score)
     best_exact = _best(found, lambda n: n.exact)
     rows = []
     for artifact, needle in found:
-        at = {entry.context: percent(entry.score) for entry in needle.lengths}
+        at, tone = {entry.context: percent(entry.score) for entry in needle.lengths}, _plain(artifact)
         rows.append((
             name_cell(artifact), Cell(percent(needle.score), _tone(artifact, needle.score, best)),
-            Cell(_interval(needle.interval, percent)),
+            Cell(_interval(needle.interval, percent), tone),
             Cell(percent(needle.exact), _tone(artifact, needle.exact, best_exact)),
-            *(Cell(at.get(n, ABSENT)) for n in lengths),
-            Cell(f"{needle.truncated} of {len(needle.items)}"), Cell(str(needle.errors)),
+            *(Cell(at.get(n, ABSENT), tone) for n in lengths),
+            Cell(f"{needle.truncated} of {len(needle.items)}", tone),
+            *((Cell(str(needle.errors), tone),) if failed else ()),
         ))  # fmt: skip
     return flat(columns, rows)
 
@@ -150,7 +152,7 @@ def subtask_table(artifacts: Sequence[ArtifactReport]) -> Table:
         items = max(own[name].items for _, own in found if name in own)
         columns.append(Column(clean(label), f"Share found in {plural(items, 'item')}", narrow=_lines(narrow)))
     rows = [
-        (name_cell(a), *(Cell(percent(own[name].score) if name in own else ABSENT) for name in names))
+        (name_cell(a), *(Cell(percent(own[name].score) if name in own else ABSENT, _plain(a)) for name in names))
         for a, own in found
     ]
     return flat(columns, rows)

@@ -90,7 +90,7 @@ def _tasks(write: _Writer, report: Report) -> None:
     write.table("Perplexity through the cache (* best quantized value)", task_tables.perplexity_table(rows))
     write.table("Needles found", task_tables.needle_table(rows))
     if found := flaws(report):
-        write.line(("! ", "yellow"), (found, ""))
+        write.line((found, "dim"))
     write.table("Needles found by subtask", task_tables.subtask_table(rows))
     write.table("Greedy tokens against BF16", task_tables.agreement_table(rows))
     write.table("KL of the next token by context", task_tables.decode_kl_table(rows))
