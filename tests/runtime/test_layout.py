@@ -24,6 +24,14 @@ VQ = CodecSpec(quantizer="group_vq", codebook="int8")
 GROUPED = CodecSpec(groups=4)
 EXACT = CodecSpec(quantizer="none")
 FP32 = CodecSpec(metadata="fp32-zero")
+SAW = CodecSpec(bits=4)
+TURBO = CodecSpec(quantizer="levels", unit="norm", bits=3)
+KIVI = CodecSpec(quantizer="token_group", group_tokens=128)
+KIVI_SHORT = CodecSpec(quantizer="token_group", group_tokens=32)
+KITTY = CodecSpec(quantizer="token_group", group_tokens=128, promoted=0.125)
+NUQ_K = CodecSpec(quantizer="levels", unit="channel", outliers=0.01, pre_rope=True)
+NUQ_V = CodecSpec(quantizer="levels", unit="range", outliers=0.01)
+ROTATE = CodecSpec(groups=2, pre_rope=True)
 
 
 def model(kinds=("full", "full", "full"), d=64, heads=3):
@@ -54,12 +62,50 @@ def plan(*sides):
         (EXACT, EXACT, 64, (256, 0), 16.0),
         (EXACT, INT2, 64, (144, 8), 9.5),
         (CodecSpec(bits=3), INT2, 64, (40, 8), 3.0),
+        (SAW, SAW, 128, (128, 8), 4.25),
+        (ROTATE, CodecSpec(groups=2), 128, (64, 16), 2.5),
     ],
 )
 def test_bytes_of_a_token(k, v, d, expected, bits):
     assert token_bytes(k, v, d, d) == expected
     assert page_bytes(k, v, d, d) == PAGE * sum(expected)
     assert 8 * page_bytes(k, v, d, d) / (PAGE * 2 * d) == bits
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "d", "codes", "metadata", "bits"),
+    [
+        # Two float16 norms.
+        (TURBO, TURBO, 128, 48 + 48, 2 + 2, 3.125),
+        (TURBO, TURBO, 64, 24 + 24, 2 + 2, 3.25),
+        # 128 channels have {scale, min}, 4 bytes each, for 128 tokens; the value row has its own 4 bytes.
+        (KIVI, INT2, 128, 32 + 32, 4 + 4, 2.25),
+        (KIVI, INT2, 64, 16 + 16, 2 + 4, 2.375),
+        (KIVI_SHORT, CodecSpec(groups=4), 128, 32 + 32, 16 + 16, 3.0),
+        # 16 channels of 128 have two more bits, and a byte each for 128 tokens says which.
+        (KITTY, INT2, 128, 36 + 32, 4 + 16 / 128 + 4, 2.37890625),
+        # 1 % of 128 keys in three bytes each and a byte of count; one value in three bytes beside {half, middle}.
+        (NUQ_K, NUQ_V, 128, 32 + 32, 1.28 * 3 + 1 + 4 + 3, 2.37),
+        # Channels beyond 256 need two bytes of index.
+        (NUQ_K, NUQ_V, 512, 128 + 128, 5.12 * 4 + 1 + 4 + 5 * 4, 2 + 45.48 / 128),
+        (TURBO, EXACT, 64, 24 + 128, 2, 9.625),
+        (TURBO, VQ, 64, 24 + 16, 2 + 2, 2.75),
+    ],
+)
+def test_codecs_outside_of_pages_count_what_they_need_side_by_side(k, v, d, codes, metadata, bits):
+    assert token_bytes(k, v, d, d) == pytest.approx((codes, metadata))
+    assert 8 * sum(token_bytes(k, v, d, d)) / (2 * d) == pytest.approx(bits)
+    assert token_bytes(v, k, d, d) == pytest.approx((codes, metadata))
+    with pytest.raises(ValueError, match="no page holds it: "):
+        page_bytes(k, v, d, d)
+
+
+def test_a_cache_of_codecs_outside_of_pages_has_fractional_bytes():
+    entries, geometry = plan((KITTY, INT2), None, None), model(d=128)
+    assert kv_bytes_per_token(entries, geometry) == 3 * (68 + 8.125) + 2 * 3 * 2 * 128 * 2
+    entry = bits_per_element(entries, geometry, Windows(), 1024)
+    assert (entry.codes, entry.metadata) == (2.125, 8 * 8.125 / 256)
+    assert entry.windows == pytest.approx(16 * 384 / 1024)
 
 
 def test_keys_and_values_may_differ_in_width():
