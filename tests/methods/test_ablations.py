@@ -14,6 +14,7 @@ from kvcq.artifacts.tensors import tensor_index
 from kvcq.codecs.encoded import Encoded
 from kvcq.codecs.packing import unpack2
 from kvcq.codecs.pair import HeadCodec
+from kvcq.errors import UnsupportedError
 from kvcq.methods.base import FitContext, LayerFit
 from kvcq.methods.gain import key_error
 from kvcq.methods.registry import create
@@ -165,3 +166,10 @@ def test_artifacts_take_the_crosses(name: str, params: dict[str, Any]) -> None:
     tensors = {f"layers.0.{role}": array for role, array in result.tensors.items()}
     check_index(tensor_index(tensors), plan, geometry, "fit")
     check_values(plan, tensors, "fit")
+
+
+def test_the_crosses_refuse_what_groups_of_four_do_not_divide() -> None:
+    for name in ("oscar-vq", "nova"):
+        create(name).check(STATS.geometry)
+        with pytest.raises(UnsupportedError, match=f"{name} codes 4 channels a word"):
+            create(name).check(STATS.geometry.model_copy(update={"d_k": 6}))
