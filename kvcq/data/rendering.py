@@ -112,7 +112,7 @@ def _limits(seconds: float, growth: int) -> Iterator[None]:
         raise _TooSlow
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    former = signal.signal(signal.SIGALRM, ring)
+    former, timer = signal.signal(signal.SIGALRM, ring), signal.getitimer(signal.ITIMER_REAL)
     try:
         if _STATM.exists():
             size = int(_STATM.read_text().split()[0]) * resource.getpagesize() + growth
@@ -125,3 +125,4 @@ def _limits(seconds: float, growth: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, former)
+        signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -239,3 +239,15 @@ def test_templates_render_in_threads_too():
     worker.start()
     worker.join()
     assert done == [encode(tokenizer(TEMPLATE), TALK)]
+
+
+def test_an_alarm_of_the_caller_goes_on():
+    former = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        encode(tokenizer(TEMPLATE), TALK)
+        assert 900 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
