@@ -47,6 +47,21 @@ from kvcq.cli.server_options import (
     run_servers,
     server_request,
 )
+from kvcq.cli.task_options import (
+    Cache,
+    CachedAt,
+    Chunk,
+    DecodeSteps,
+    Haystack,
+    NeedleDepths,
+    NeedleItems,
+    NeedleLengths,
+    NeedleTasks,
+    NewTokens,
+    Semantics,
+    Tasks,
+    task_fields,
+)
 from kvcq.cli.values import parse_lengths
 from kvcq.errors import InputError
 
@@ -72,7 +87,19 @@ def command(
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse other weights or another revision.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of sampling and of bootstraps.", min=0)] = 0,
+    tasks: Tasks = "attention",
+    semantics: Semantics = "by-query",
+    chunk: Chunk = 512,
+    cached_at: CachedAt = None,
+    cache: Cache = "auto",
+    new_tokens: NewTokens = 128,
+    decode_steps: DecodeSteps = 32,
+    needle_tasks: NeedleTasks = "all",
+    needle_lengths: NeedleLengths = None,
+    needle_depths: NeedleDepths = "0,25,50,75,100",
+    needle_items: NeedleItems = 20,
+    haystack: Haystack = "builtin:noise",
+    seed: Annotated[int, typer.Option(help="Seed of needle questions, of sampling and of bootstraps.", min=0)] = 0,
     server: Server = None,
     served_model: ServedModel = None,
     items: Items = None,
@@ -98,9 +125,14 @@ def command(
 ) -> None:
     """Measure artifacts on held-out text and write report.json and report.html.
 
+    Tasks other than attention run the model on the quantized cache: prefill in chunks and decoding, one artifact
+    beside the other and beside a BF16 cache.
+
     With --server, ask OpenAI-compatible servers the questions of task files and write scores.json and scores.html.
 
     Example: kvcq validate fit/ --model smollm2-135m --data builtin:stdlib --contexts 2k,4k --out report/
+
+    Example: kvcq validate fit/ --model smollm2-135m --data builtin:stdlib --tasks perplexity,needle --needle-items 5
 
     Example: kvcq validate --server bf16=http://HOST:30000 --server nova=http://HOST:30001 --items gpqa.jsonl
     """
@@ -134,7 +166,7 @@ def command(
     refuse_mixed(False, {"--items": bool(items), "--served-model": bool(served_model), "--resume": resume})
     if not artifacts or not model or not data:
         missing = "a fit" if not artifacts else "--data" if model else "--model"
-        raise InputError(f"{missing} is missing", where="validate", fix="give fits, --model and --data, or --server")
+        raise InputError(f"{missing} is missing", where="validate", fix="give artifacts, --model and --data, or --server")
     from kvcq.errors import GateFailed
     from kvcq.pipeline.requests import ValidateRequest
     from kvcq.pipeline.validate import validate
@@ -160,6 +192,21 @@ def command(
         strict=strict,
         force=force,
         dry_run=dry_run,
+        seed=seed,
+        **task_fields(
+            tasks=tasks,
+            needle_tasks=needle_tasks,
+            needle_lengths=needle_lengths,
+            needle_depths=needle_depths,
+            semantics=semantics,
+            chunk=chunk,
+            cached_at=cached_at,
+            cache=cache,
+            new_tokens=new_tokens,
+            decode_steps=decode_steps,
+            needle_items=needle_items,
+            haystack=haystack,
+        ),
     )
     with console:
         result = validate(own_request, console)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.pair import HeadCodec
+from kvcq.codecs.windows import oldest_served
 from kvcq.data.sequences import TokenSequence
 from kvcq.errors import InputError
 from kvcq.evaluation.attention import AttentionBlock, measure_layer, query_positions
@@ -20,7 +21,9 @@ from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
 from kvcq.models.folding import FOLDS, fold_errors
 from kvcq.models.library import forward
 from kvcq.models.load import LoadedModel
+from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.subjects import Subject
+from kvcq.spec.boundary import Boundary, served_boundaries
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import Windows
 from kvcq.spec.report import FoldDecision
@@ -29,6 +32,14 @@ FOLD_TOKENS = 32
 
 Codecs = dict[int, HeadCodec]
 Samples = list[list[LayerSample]]
+Cuts = Callable[[int], tuple[Boundary, ...]]
+
+
+def cuts_of(request: ValidateRequest) -> Cuts | None:
+    """Return where a request's prefills are cut, or None unless their chunks decide what is exact."""
+    if request.semantics != "served":
+        return None
+    return lambda n: served_boundaries(n, request.chunk, request.cached_at)
 
 
 def measure_passage(
@@ -39,6 +50,7 @@ def measure_passage(
     subjects: Sequence[tuple[Codecs, Windows]],
     queries: int,
     progress: Callable[[int], None],
+    cuts: Cuts | None = None,
 ) -> Samples:
     """Run one held-out sequence and measure every full layer of every subject at every context.
 
@@ -52,6 +64,7 @@ def measure_passage(
         subjects: Codecs by layer, and windows, of each subject.
         queries: Query positions per context.
         progress: Told how many layers are finished.
+        cuts: Boundaries of a served prefill by its length; None: exactness by the window rule.
 
     Returns:
         One list of samples per subject, over layers and contexts.
@@ -78,7 +91,8 @@ def measure_passage(
                 )
                 second = query_second(q[:, :context], layer.kv_heads)
                 for kept, (codecs, windows) in zip(samples, subjects, strict=True):
-                    kept.append(measure_layer(block, codecs.get(call.layer), windows, second))
+                    oldest = None if cuts is None else oldest_served(context, cuts(context), windows)[positions]
+                    kept.append(measure_layer(block, codecs.get(call.layer), windows, second, oldest))
             progress(len(samples[0]) // len(contexts))
         return output
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 Packing = Literal["on", "isolate", "off"]
 Template = Literal["auto", "chat", "raw"]
+Semantics = Literal["by-query", "served", "deferred"]
+CacheChoice = Literal["auto", "packed", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,20 @@ class ValidateRequest(ModelRequest):
         canary: Artifacts (by name) to record a canary for; None: all of them.
         template, chat_template, text_column: As in `CollectRequest`.
         strict: Refuse a provenance mismatch instead of warning.
+        tasks: What to measure: ``attention``, ``perplexity``, ``needle``, ``agreement``, ``decode-kl``.
+        semantics: What prefill queries read exactly: ``by-query`` (the window rule), ``served`` (by chunks, as an
+            engine does), ``deferred`` (everything; quantized afterwards).
+        chunk: Tokens in one forward of a prefill; part of the semantics when they are ``served``.
+        cached_at: With ``served``: tokens that a prefix hit found in the cache.
+        cache: ``packed`` (true memory), ``simulate`` (fake quantization), ``auto``: packed where pages hold the codes.
+        seed: Seed of needle questions and bootstraps.
+        new_tokens: Greedy tokens compared by ``agreement``.
+        decode_steps: Steps of ``decode-kl``.
+        needle_tasks: Subtasks of ``needle``; None: all eight.
+        needle_lengths: Its context lengths; None: `contexts`.
+        needle_depths: Depths of the first needle in percent, in turns from item to item.
+        needle_items: Items of each subtask at each length.
+        haystack: Text that needles are hidden in: ``builtin:noise``, ``builtin:pydoc-topics``, or a file.
     """
 
     artifacts: tuple[Path, ...]
@@ -169,6 +185,19 @@ class ValidateRequest(ModelRequest):
     chat_template: Path | None = None
     text_column: str | None = None
     strict: bool = False
+    tasks: tuple[str, ...] = ("attention",)
+    semantics: Semantics = "by-query"
+    chunk: int = 512
+    cached_at: int | None = None
+    cache: CacheChoice = "auto"
+    seed: int = 0
+    new_tokens: int = 128
+    decode_steps: int = 32
+    needle_tasks: tuple[str, ...] | None = None
+    needle_lengths: tuple[int, ...] | None = None
+    needle_depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
+    needle_items: int = 20
+    haystack: str = "builtin:noise"
     force: bool = False
     dry_run: bool = False
 
@@ -218,6 +247,27 @@ class ServerRequest(Request):
     resume: bool = False
     force: bool = False
     dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest(ValidateRequest):
+    """Fit a grid of recipes of one method to the same statistics, and measure all points in one run.
+
+    Attributes:
+        artifacts: Fits or bundles to measure beside the points.
+        stats: Folder written by collect.
+        sweep: ``key=v1,v2,...``, one an axis: a recipe field, a parameter of the method, or a shorthand
+            (``windows=SINK/RECENT,...``, ``clip``: every clip of the method).
+        method, recipe, settings, target_context: Of all points, as in `FitRequest`.
+    """
+
+    artifacts: tuple[Path, ...] = ()
+    stats: Path
+    sweep: tuple[str, ...]
+    method: str | None = None
+    recipe: Path | None = None
+    settings: tuple[str, ...] = ()
+    target_context: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
