@@ -10,6 +10,7 @@ import numpy as np
 
 from kvcq.artifacts import report_file
 from kvcq.artifacts.archive import archive_chunks
+from kvcq.artifacts.expected import check_windows
 from kvcq.artifacts.fit_file import FitArtifact, check_promise, check_served
 from kvcq.artifacts.integrity import Files, open_files
 from kvcq.artifacts.kinds import FILES, MANIFESTS
@@ -154,6 +155,7 @@ def load_bundle(files: Files) -> Bundle:
     entries = {entry.name: entry for entry in manifest.files}
     if list(entries) != sorted(FILES["bundle"]) or len(entries) != len(manifest.files):
         raise CorruptArtifactError("the manifest does not list the files of a bundle", where=where)
+    check_windows(manifest.plan, manifest.recipe.windows, where)
     check_promise(manifest.tensors, manifest.plan, manifest.geometry, entries[TENSORS], where)
     data = files.load_checked(manifest.files, unsealed=frozenset({MANIFEST}))
     report = decode(data[REPORT], Report, str(files.path / REPORT))

@@ -9,7 +9,7 @@ from kvcq.errors import CorruptArtifactError
 from kvcq.spec.codec import VQ_GROUP, VQ_WORDS, CodecSpec
 from kvcq.spec.files import TensorEntry
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
-from kvcq.spec.plan import LayerPlan
+from kvcq.spec.plan import LayerPlan, Windows
 
 CODES_PER_BYTE = 4
 
@@ -47,6 +47,21 @@ def check_plan(plan: Sequence[LayerPlan], geometry: ModelGeometry, where: str) -
             raise CorruptArtifactError(f"layer {layer.layer} v: values take no metric transform", where=where)
         if entry.v.pre_rope or (entry.k.pre_rope and layer.rope is not None and not layer.unrotates):
             raise CorruptArtifactError(f"layer {layer.layer}: rows that RoPE cannot be taken off", where=where)
+
+
+def check_windows(plan: Sequence[LayerPlan], windows: Windows, where: str) -> None:
+    """Check that groups of tokens start where the sink ends and are complete before they leave the recent window.
+
+    Raises:
+        CorruptArtifactError: names the layer and the side.
+    """
+    for entry in plan:
+        for side, spec in (("k", entry.k), ("v", entry.v)):
+            if spec is None or spec.quantizer != "token_group":
+                continue
+            if spec.group_start != windows.sink or spec.group_tokens > windows.recent:
+                problem = f"groups of {spec.group_tokens} tokens from {spec.group_start} on do not fit the windows"
+                raise CorruptArtifactError(f"layer {entry.layer} {side}: {problem}", where=where)
 
 
 def expected_tensors(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> dict[str, Expected]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvcq.artifacts.expected import check_windows
 from kvcq.artifacts.integrity import Files, open_files
 from kvcq.artifacts.kinds import MANIFESTS, require_kind
 from kvcq.artifacts.layout import MAX_HEADER, data_bytes
@@ -44,6 +45,7 @@ def write_fit(out: Path, header: FitHeader, tensors: Mapping[str, np.ndarray], f
     """
     index = tensor_index(tensors)
     try:
+        check_windows(header.plan, header.recipe.windows, str(out))
         check_index(index, header.plan, header.geometry, str(out))
         check_values(header.plan, tensors, str(out))
     except CorruptArtifactError as error:
@@ -74,6 +76,7 @@ def load_fit(files: Files) -> FitArtifact:
     header = decode(files.load(MANIFEST), FitHeader, where)
     if [entry.name for entry in header.files] != [TENSORS]:
         raise CorruptArtifactError(f"the header does not list {TENSORS}", where=where)
+    check_windows(header.plan, header.recipe.windows, where)
     check_promise(header.tensors, header.plan, header.geometry, header.files[0], where)
     data = files.load_checked(header.files, unsealed=frozenset({MANIFEST}))[TENSORS]
     file = parse_tensors(data, str(files.path / TENSORS))
