@@ -124,7 +124,9 @@ def _exact(call: AttentionCall) -> Tensor:
         scores = (query @ keys).flatten(1, 2) * call.scaling
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
-        scores = scores.float().masked_fill(~visible[:, :, start : start + QUERY_BLOCK], float("-inf"))
+        # Not minus infinity: a padding query sees no key at all, and its NaN would spread over later layers.
+        lowest = torch.finfo(torch.float32).min
+        scores = scores.float().masked_fill(~visible[:, :, start : start + QUERY_BLOCK], lowest)
         if call.sinks is not None:
             sinks = call.sinks.float().reshape(1, heads, 1, 1).expand(batch, heads, scores.shape[2], 1)
             weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
@@ -172,7 +174,9 @@ def attention_hook(model: nn.Module, hook: Hook) -> Iterator[None]:
         yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
+            # Whoever switched it meanwhile keeps what they chose.
+            if config._attn_implementation_internal == name:
+                config._attn_implementation_internal = implementation
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
@@ -211,7 +215,7 @@ def _read_call(
     if mask is not None:
         if mask.ndim != 4 or mask.shape[1] != 1:
             raise refuse(f"an attention mask of shape {tuple(mask.shape)}: only masks shared by all heads are known")
-        mask = mask[..., : key.shape[2]]
+        mask = mask if mask.shape[3] == key.shape[2] else mask[..., : key.shape[2]]
     return AttentionCall(
         layer=layer,
         query=query,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.models.library import decoder_config, new_cache
-from kvcq.runtime.hf.layer import QuantizedLayer
+from kvcq.runtime.hf.layer import LayerSetting, QuantizedLayer
 from kvcq.runtime.hf.rows import PackedRows, SimulatedRows
 from kvcq.runtime.hf.seam import Seam
 from kvcq.runtime.hf.semantics import ByQuery, Semantics
+from kvcq.runtime.hf.slots import SlotReader
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import Windows
 
@@ -38,6 +42,54 @@ class QuantizedCache(Cache):
     def __init__(self, layers: list[CacheLayerMixin], mode: Mode, host: Host) -> None:
         super().__init__(layers=layers)
         self.mode, self.host = mode, host
+        self._first = min(number for number, layer in enumerate(layers) if isinstance(layer, QuantizedLayer))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
+        """Copy what is stored, as prompts that are used again need it; the copy belongs to the same host."""
+        return QuantizedCache([copy.deepcopy(layer, memo) for layer in self.layers], self.mode, self.host)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new rows of one layer, see `QuantizedLayer.update`.
+
+        Raises:
+            UnsupportedError: an earlier forward ended before every layer had its rows.
+        """
+        if layer_idx == self._first:
+            self._check_whole(key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_whole(self, count: int) -> None:
+        """Compare the tokens of all layers when the first quantized one is about to take `count` more."""
+        wanted = self.layers[self._first].get_seq_length()
+        for number, layer in enumerate(self.layers):
+            # Library layers before the first have taken the new rows; others of linear attention do not count.
+            if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+                found = layer.get_seq_length() - (count if number < self._first else 0)
+                if found != wanted:
+                    raise UnsupportedError(
+                        f"an earlier forward or crop did not reach every layer: layer {number} holds {found} tokens, "
+                        f"layer {self._first} {wanted}",
+                        where="cache",
+                        fix="reset the cache, or use a new one",
+                    )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget tokens at the end, in every layer or in none.
+
+        Raises:
+            UnsupportedError: exact rows that the shorter context needs are gone; names the number that can go.
+        """
+        for layer in self.quantized():
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give each beam what the beam that it continues has stored."""
+        on_host = beam_idx.cpu()
+        for layer in self.layers:
+            layer.reorder_cache(on_host if isinstance(layer, QuantizedLayer) else beam_idx)
 
     def quantized(self) -> list[QuantizedLayer]:
         """Return the quantized layers, in order."""
@@ -88,6 +140,8 @@ class Host:
         *,
         mode: Mode = "packed",
     ) -> None:
+        if not codecs:
+            raise UnsupportedError("no layer is quantized", where="codecs", fix="use the library's own cache")
         if mode not in STORES:
             raise UnsupportedError(f"no mode {mode!r}", where="mode", fix=f"use {' or '.join(STORES)}")
         if mode == "packed":
@@ -95,7 +149,7 @@ class Host:
                 refuse_unpaged(layer, codec)
         self.model, self.codecs, self.windows, self.mode = model, dict(codecs), windows, mode
         self._geometry = {layer.layer: layer for layer in geometry.layers}
-        self._shared = {layer.source for layer in geometry.layers if layer.kind == "shared"}
+        self._shared = Counter(layer.source for layer in geometry.layers if layer.kind == "shared")
         self._check_layers()
         self._seam = Seam.enter(model)
         self._close = weakref.finalize(self, self._seam.leave, model)
@@ -108,17 +162,19 @@ class Host:
         """
         if not self._close.alive:
             raise UnsupportedError("the host is closed", where="new_cache", fix="attach the model again")
-        layers = self._library_layers()
+        layers, reader = self._library_layers(), SlotReader()
         for number, codec in self.codecs.items():
-            layers[number] = QuantizedLayer(
+            setting = LayerSetting(
                 self._geometry[number],
                 codec,
                 self.windows,
                 semantics or ByQuery(),
                 STORES[self.mode],
+                self._seam,
                 self.active,
-                shared=number in self._shared,
+                readers=1 + self._shared[number],
             )
+            layers[number] = QuantizedLayer(setting, reader)
         return QuantizedCache(layers, self.mode, self)
 
     def active(self) -> bool:
@@ -164,9 +220,9 @@ def refuse_unpaged(layer: int, codec: HeadCodec) -> None:
         UnsupportedError: names the layer.
     """
     for name, side in (("keys", codec.k), ("values", codec.v)):
-        if not side.spec.served:
+        if reason := side.spec.unserved:
             raise UnsupportedError(
-                f"the codec of the {name} is for accuracy only and does not live in pages",
+                f"the codec of the {name} is for accuracy only: pages do not hold it ({reason})",
                 where=f"mode packed, layer {layer}",
                 fix="use mode simulate",
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,59 +16,89 @@ from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.models.attention import AttentionCall
 from kvcq.runtime.hf.rows import RequestRows, Shape
 from kvcq.runtime.hf.semantics import Semantics
+from kvcq.runtime.hf.slots import SlotReader, Slots
+from kvcq.runtime.hf.ticket import Ticket
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
-TICKET = "kvcq_layer"
 
+@dataclass(frozen=True)
+class LayerSetting:
+    """What all requests of a layer have in common.
 
-class QuantizedLayer(CacheLayerMixin):
-    """Cache of one layer for a batch of requests, each stored on its own.
-
-    `update` takes the new rows and hands back a ticket: tensors of the library's shape that hold no data, NaN wherever
-    they are read, so that attention which does not come back to `attend` can never pass for a result. Padding is not
-    stored: a request's rows, codes and windows are those it would have alone.
-
-    Args:
+    Attributes:
         geometry: Heads and dims.
         codec: The layer's codec.
         windows: Exact tokens at both ends.
         semantics: What prefill queries read exactly.
         rows: Makes the storage of one request.
+        host: Who may ask for attention: the key that the model's attention function shows.
         attached: Tells whether the model's attention comes to kvcq.
-        shared: Other layers read this one's rows after it.
+        readers: Layers that read these rows in every forward, those that share them included.
+    """
+
+    geometry: LayerGeometry
+    codec: HeadCodec
+    windows: Windows
+    semantics: Semantics
+    rows: Callable[[HeadCodec, Windows, Shape], RequestRows]
+    host: object
+    attached: Callable[[], bool]
+    readers: int = 1
+
+
+class QuantizedLayer(CacheLayerMixin):
+    """Cache of one layer for a batch of requests, each stored on its own.
+
+    `update` takes the new rows and hands back a ticket, on which nothing but `attend` can compute. Padding is not
+    stored: a request's rows, codes and windows are those it would have alone.
+
+    Args:
+        setting: What all requests have in common.
+        reader: Reads masks; one for all layers of a cache.
     """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        codec: HeadCodec,
-        windows: Windows,
-        semantics: Semantics,
-        rows: Callable[[HeadCodec, Windows, Shape], RequestRows],
-        attached: Callable[[], bool],
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, setting: LayerSetting, reader: SlotReader) -> None:
         super().__init__()
-        self.geometry, self.codec, self.windows, self.semantics = geometry, codec, windows, semantics
-        self._make_rows, self._attached, self._shared = rows, attached, shared
+        self.setting, self.geometry, self.host = setting, setting.geometry, setting.host
         self.requests: list[RequestRows] = []
-        # Which of the library's slots hold a token of each request; padding does not.
+        self._reader = reader
+        # Which of the library's slots hold a token of each request; padding does not. Replaced, never written into.
         self._real = torch.zeros(0, 0, dtype=torch.bool)
         self._pending: tuple[Tensor, Tensor] | None = None
-        self._latest: list[list[Tier]] = []
+        # Of the latest forward: its slots and the tiers that its queries read, until the last layer has read them.
+        self._slots: Slots | None = None
+        self._tiers: list[list[Tier]] = []
+        self._reads = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layer={self.geometry.layer}, tokens={self.get_seq_length()})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
+        """Copy what is stored; model, codec and setting are shared."""
+        twin = QuantizedLayer(self.setting, memo.setdefault(id(self._reader), SlotReader()))
+        twin.requests = [request.clone() for request in self.requests]
+        twin._real, twin._pending, twin.is_initialized = self._real, self._pending, self.is_initialized
+        return twin
+
+    @property
+    def interrupted(self) -> bool:
+        """True when a forward ended between `update` and `attend`."""
+        return self._pending is not None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the storage of each request of the batch."""
+        """Make the storage of each request of the batch.
+
+        Raises:
+            MismatchError: heads or head dims are not the artifact's.
+            UnsupportedError: the model's layer lies elsewhere than the codec.
+        """
         batch, heads, _, d_k = key_states.shape
-        geometry = self.geometry
+        geometry, codec = self.geometry, self.setting.codec
         found = (heads, d_k, value_states.shape[-1])
         wanted = (geometry.kv_heads, geometry.d_k, geometry.d_v)
         if found != wanted:
@@ -74,10 +106,9 @@ class QuantizedLayer(CacheLayerMixin):
                 f"the model caches KV heads and head dims {found}, the artifact has {wanted}",
                 where=f"layer {geometry.layer}",
             )
-        dtype = self.codec.k.cast or (torch.float64 if key_states.dtype == torch.float64 else torch.float32)
-        self.device = key_states.device
-        shape = Shape(*wanted, self.device, dtype)
-        self.requests = [self._make_rows(self.codec, self.windows, shape) for _ in range(batch)]
+        dtype = codec.k.cast or (torch.float64 if key_states.dtype == torch.float64 else torch.float32)
+        shape = Shape(*wanted, key_states.device, dtype)
+        self.requests = [self.setting.rows(codec, self.setting.windows, shape) for _ in range(batch)]
         self._real = torch.zeros(batch, 0, dtype=torch.bool)
         self.is_initialized = True
 
@@ -88,11 +119,14 @@ class QuantizedLayer(CacheLayerMixin):
 
         Raises:
             UnsupportedError: the attention of the model does not come to kvcq, or did not in the forward before.
+            MismatchError: rows of another shape than the artifact's.
         """
         where = f"layer {self.geometry.layer}"
-        if self._pending is not None:
-            raise UnsupportedError("the rows of a forward were never attended to", where=where, fix="use a new cache")
-        if not self._attached():
+        if self.interrupted:
+            raise UnsupportedError(
+                "an earlier forward ended before its rows were attended to", where=where, fix="reset the cache"
+            )
+        if not self.setting.attached():
             raise UnsupportedError(
                 "the model's attention is not kvcq's: it was switched, or the cache was closed",
                 where=where,
@@ -102,11 +136,13 @@ class QuantizedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.requests):
             raise UnsupportedError(
-                f"a batch of {key_states.shape[0]} for a cache of {len(self.requests)} requests", where=where
+                f"a batch of {key_states.shape[0]} for a cache of {len(self.requests)} requests",
+                where=where,
+                fix="use a new cache for another batch, or batch_repeat_interleave and batch_select_indices",
             )
         self._pending = (key_states, value_states)
         slots = self.get_seq_length() + key_states.shape[2]
-        return self._ticket(key_states, slots), self._ticket(value_states, slots)
+        return Ticket.issue(self, key_states, slots), Ticket.issue(self, value_states, slots)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the rows of the last `update`, if this is the first call since, and attend over the cache.
@@ -116,39 +152,38 @@ class QuantizedLayer(CacheLayerMixin):
 
         Returns:
             Outputs ``[B, Hq, t, d_v]``; zeros where the query is padding.
+
+        Raises:
+            UnsupportedError: the call does not belong to the latest rows, or rows that it needs are gone.
         """
-        queries = call.query.shape[2]
+        where = f"layer {self.geometry.layer}"
         if self._pending is not None:
             keys, values = self._pending
-            fresh = _fresh(call, queries)
-            self._real = torch.cat([self._real, fresh.cpu()], 1)
-            self._pending = None
-            self._latest = [
-                self._store(request, keys[b], values[b], fresh[b]) for b, request in enumerate(self.requests)
+            if call.query.shape[2] != keys.shape[2]:
+                raise UnsupportedError(f"{call.query.shape[2]} queries for {keys.shape[2]} new rows", where=where)
+            slots = self._reader.read(call, self._real)
+            self._tiers = [
+                self._store(request, keys[b], values[b], slots.fresh[b]) for b, request in enumerate(self.requests)
             ]
-        outputs = []
-        for b, request in enumerate(self.requests):
-            real = self._real[b]
-            own = real[-queries:].to(call.query.device)
-            query = call.query[b] if bool(own.all()) else call.query[b][:, own]
-            output = call.query.new_zeros(call.query.shape[1], queries, self.geometry.d_v)
-            if query.shape[1]:
-                read = self._read(call, request, self._latest[b], query, _visible(call, b, real))
-                output[:, own] = read.to(output.dtype)
-            outputs.append(output)
-        if not self._shared:
-            self._latest = []
+            self._real, self._slots, self._reads, self._pending = slots.real, slots, 0, None
+        if self._slots is None or call.key.shape[2] != self._slots.real.shape[1]:
+            raise UnsupportedError(f"layer {call.layer} reads rows that are not those of this forward", where=where)
+        outputs = [self._read(call, b, self._slots.fresh[b], self._slots.visible[b]) for b in range(len(self.requests))]
+        self._reads += 1
+        if self._reads == self.setting.readers:
+            self._slots, self._tiers = None, []
         return torch.stack(outputs)
 
-    def _store(self, request: RequestRows, keys: Tensor, values: Tensor, fresh: Tensor) -> list[Tier]:
+    def _store(self, request: RequestRows, keys: Tensor, values: Tensor, fresh: Tensor | None) -> list[Tier]:
         """Append a request's rows and return the tiers that its queries read."""
-        if not bool(fresh.all()):
+        if fresh is not None:
             keys, values = keys[:, fresh], values[:, fresh]
         first, count = request.length, keys.shape[1]
         if not count:
             return []
-        sink = self.windows.sink
-        oldest = self.semantics.oldest(first, count, self.windows)
+        windows, codec = self.setting.windows, self.setting.codec
+        sink = windows.sink
+        oldest = self.setting.semantics.oldest(first, count, windows)
         low, high = max(int(oldest.min()), sink), int(oldest.max())
         if low < min(request.held, first):
             raise UnsupportedError(
@@ -157,38 +192,45 @@ class QuantizedLayer(CacheLayerMixin):
                 where=f"layer {self.geometry.layer}",
                 fix="cut the forwards where the chunks begin, or use mode simulate",
             )
-        frame = self.codec.key_frame(keys), self.codec.value_frame(values)
-        before = min(low, first)
-        # Read before `append`, which may overwrite the ring.
-        k_old, v_old = request.exact(before, first) if before < first else (frame[0][:, :0], frame[1][:, :0])
-        recent = torch.cat([k_old.to(frame[0].dtype), frame[0]], 1), torch.cat([v_old.to(frame[1].dtype), frame[1]], 1)
-        request.append(*frame)
+        k_new, v_new = codec.key_frame(keys), codec.value_frame(values)
+        recent = k_new, v_new
+        if low < first:
+            # Read before `append`, which may overwrite the ring.
+            k_old, v_old = request.exact(low, first)
+            recent = torch.cat([k_old.to(k_new.dtype), k_new], 1), torch.cat([v_old.to(v_new.dtype), v_new], 1)
+        request.append(k_new, v_new)
         stop = request.length
-        tiers = [Tier("recent", before, *recent)]
-        if low > before:
-            tiers = [tiers[0].cut(low, stop)]
-        if sink and stop:
+        tiers = [Tier("recent", min(low, first), *recent).cut(low, stop)]
+        if sink:
             tiers.append(Tier("sink", 0, *request.exact(0, min(sink, stop))))
         if sink < min(high, stop):
             tiers.append(Tier("coded", sink, *request.decoded(sink, min(high, stop))))
         return tiers
 
-    def _read(
-        self, call: AttentionCall, request: RequestRows, tiers: list[Tier], query: Tensor, visible: Tensor | None
-    ) -> Tensor:
+    def _read(self, call: AttentionCall, row: int, fresh: Tensor | None, visible: Tensor | None) -> Tensor:
+        """Return the attention outputs ``[Hq, t, d_v]`` of one request."""
+        request = self.requests[row]
+        query = call.query[row] if fresh is None else call.query[row][:, fresh]
         count = query.shape[1]
         first = request.length - count
-        return attend(
-            self.codec,
+        if not count:
+            return query.new_zeros(query.shape[0], call.query.shape[2], self.geometry.d_v)
+        output = attend(
+            self.setting.codec,
             query,
-            tiers,
-            self.semantics.oldest(first, count, self.windows),
+            self._tiers[row],
+            self.setting.semantics.oldest(first, count, self.setting.windows),
             first=first,
             visible=visible,
             scaling=call.scaling,
             softcap=call.softcap,
             sinks=call.sinks,
         )
+        if fresh is None:
+            return output
+        padded = output.new_zeros(query.shape[0], call.query.shape[2], self.geometry.d_v)
+        padded[:, fresh] = output
+        return padded
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many slots the mask covers after `query_length` more, and the first of them."""
@@ -212,21 +254,34 @@ class QuantizedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all requests."""
-        self.requests, self._latest, self._pending = [], [], None
+        self.requests, self._tiers, self._slots, self._pending = [], [], None, None
         self._real = torch.zeros(0, 0, dtype=torch.bool)
         self.is_initialized = False
+
+    def kept_slots(self, tokens_to_remove: int) -> int:
+        """Return how many slots `crop` leaves, see there."""
+        slots = self.get_seq_length()
+        kept = slots + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        return min(max(kept, 0), slots)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` refuses, and change nothing.
+
+        Raises:
+            UnsupportedError: the exact rows that the shorter context needs are gone; names the number that can go.
+        """
+        kept = self.kept_slots(tokens_to_remove)
+        for request, real in zip(self.requests, self._real, strict=True):
+            request.check_crop(int(real[:kept].sum()))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` slots; a positive number is the length to keep (transformers 5.12).
 
         Raises:
-            UnsupportedError: the exact rows that the shorter context needs are gone.
+            UnsupportedError: the exact rows that the shorter context needs are gone; nothing has changed then.
         """
-        slots = self.get_seq_length()
-        kept = slots + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
-        if kept >= slots:
-            return
-        kept = max(kept, 0)
+        self.check_crop(tokens_to_remove)
+        kept = self.kept_slots(tokens_to_remove)
         for request, real in zip(self.requests, self._real, strict=True):
             request.crop(int(real[:kept].sum()))
         self._real = self._real[:, :kept]
@@ -240,16 +295,16 @@ class QuantizedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the requests at `indices`, in this order; one that is named again is copied."""
-        chosen = torch.arange(len(self.requests))[indices.cpu()].tolist()
+        """Keep the requests at `indices` (or where a bool is True), in this order; one named again is copied."""
+        if not self.is_initialized:
+            return
+        chosen = torch.arange(len(self.requests))[indices.cpu()]
         taken: set[int] = set()
         requests = []
-        for index in chosen:
+        for index in chosen.tolist():
             requests.append(self.requests[index].clone() if index in taken else self.requests[index])
             taken.add(index)
-        self.requests = requests
-        if self.is_initialized:
-            self._real = self._real[torch.tensor(chosen, dtype=torch.long)]
+        self.requests, self._real = requests, self._real[chosen]
 
     def offload(self) -> None:
         """Refuse: coded pages stay where they are.
@@ -261,32 +316,10 @@ class QuantizedLayer(CacheLayerMixin):
             "a quantized cache is not offloaded", where="offloading", fix="leave offloading off: the codes are small"
         )
 
-    def _ticket(self, rows: Tensor, slots: int) -> Tensor:
-        ticket = rows.new_full((1,), torch.nan).expand(*rows.shape[:2], slots, rows.shape[3])
-        setattr(ticket, TICKET, self)
-        return ticket
+    def prefetch(self) -> None:
+        """Refuse, as `offload`.
 
-
-def holder(key: Tensor) -> QuantizedLayer | None:
-    """Return the layer that issued a key tensor as a ticket, or None for keys with data."""
-    return getattr(key, TICKET, None)
-
-
-def _fresh(call: AttentionCall, count: int) -> Tensor:
-    """Return which of the last `count` slots hold a token, bool ``[B, count]``: what no query sees is padding."""
-    batch = call.query.shape[0]
-    if call.mask is None:
-        return torch.ones(batch, count, dtype=torch.bool, device=call.query.device)
-    return call.visible()[:, 0, :, -count:].any(1).expand(batch, -1)
-
-
-def _visible(call: AttentionCall, row: int, real: Tensor) -> Tensor | None:
-    """Return what the library's mask lets the queries of a request see of its tokens, None for everything causal."""
-    if call.mask is None:
-        return None
-    mask = call.visible()
-    visible = mask[row if mask.shape[0] > 1 else 0, 0]
-    if bool(real.all()):
-        return visible
-    real = real.to(visible.device)
-    return visible[real[-visible.shape[0] :]][:, real]
+        Raises:
+            UnsupportedError: always.
+        """
+        self.offload()

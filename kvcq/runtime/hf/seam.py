@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -9,8 +10,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvcq.errors import MismatchError
 from kvcq.models.attention import AttentionCall, attention_hook, plain_attention
-from kvcq.runtime.hf.layer import holder
+from kvcq.models.library import decoder_config
+from kvcq.runtime.hf.ticket import Ticket
 
 
 class Seam:
@@ -20,35 +23,49 @@ class Seam:
     """
 
     _of: ClassVar[WeakKeyDictionary[PreTrainedModel, Seam]] = WeakKeyDictionary()
+    _lock: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._stack = ExitStack()
-        self._stack.enter_context(attention_hook(model, attend))
+        self._stack.enter_context(attention_hook(model, self.attend))
         self._name = model.config._attn_implementation
         self._users = 0
 
     @classmethod
     def enter(cls, model: PreTrainedModel) -> Seam:
         """Return the seam of a model, made for its first user."""
-        seam = cls._of.get(model)
-        if seam is None:
-            seam = cls._of[model] = cls(model)
-        seam._users += 1
-        return seam
+        with cls._lock:
+            seam = cls._of.get(model)
+            if seam is None:
+                seam = cls._of[model] = cls(model)
+            seam._users += 1
+            return seam
 
     def active(self, model: PreTrainedModel) -> bool:
         """Return True while the model's attention comes here."""
-        return self._users > 0 and model.config._attn_implementation == self._name
+        configs = (model.config, decoder_config(model))
+        return self._users > 0 and all(config._attn_implementation == self._name for config in configs)
 
     def leave(self, model: PreTrainedModel) -> None:
         """Let a user go; after the last one the model is as it was before the first."""
-        self._users -= 1
-        if not self._users:
-            self._of.pop(model, None)
-            self._stack.close()
+        # Reentrant: a collection within may close another host.
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._of.pop(model, None)
+                self._stack.close()
 
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Answer one attention call of the model.
 
-def attend(call: AttentionCall) -> Tensor:
-    """Answer one attention call of the model."""
-    layer = holder(call.key)
-    return plain_attention(call) if layer is None else layer.attend(call)
+        Raises:
+            MismatchError: the cache was made for another model.
+        """
+        if not isinstance(call.key, Ticket):
+            return plain_attention(call)
+        layer = call.key.layer
+        if layer.host is not self:
+            raise MismatchError(
+                "the cache belongs to another model", where=f"layer {call.layer}", fix="load one for this model"
+            )
+        return layer.attend(call)
