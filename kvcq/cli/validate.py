@@ -47,6 +47,16 @@ from kvcq.cli.server_options import (
     run_servers,
     server_request,
 )
+from kvcq.cli.sweep_options import (
+    Stats,
+    SweepAxes,
+    SweptMethod,
+    SweptRecipe,
+    SweptSettings,
+    SweptTarget,
+    split_axes,
+    sweep_request,
+)
 from kvcq.cli.task_options import (
     Cache,
     CachedAt,
@@ -100,6 +110,12 @@ def command(
     needle_items: NeedleItems = 20,
     haystack: Haystack = "builtin:noise",
     seed: Annotated[int, typer.Option(help="Seed of needle questions, of sampling and of bootstraps.", min=0)] = 0,
+    sweep_axes: SweepAxes = None,
+    stats: Stats = None,
+    method: SweptMethod = None,
+    recipe: SweptRecipe = None,
+    settings: SweptSettings = None,
+    target_context: SweptTarget = None,
     server: Server = None,
     served_model: ServedModel = None,
     items: Items = None,
@@ -128,17 +144,36 @@ def command(
     Tasks other than attention run the model on the quantized cache: prefill in chunks and decoding, one artifact
     beside the other and beside a BF16 cache.
 
+    With --sweep, fit a grid of settings to the same statistics and measure all points in one report.
+
     With --server, ask OpenAI-compatible servers the questions of task files and write scores.json and scores.html.
 
     Example: kvcq validate fit/ --model smollm2-135m --data builtin:stdlib --contexts 2k,4k --out report/
 
     Example: kvcq validate fit/ --model smollm2-135m --data builtin:stdlib --tasks perplexity,needle --needle-items 5
 
+    Example: kvcq validate --sweep windows=0/0,64/256 --stats stats/ --method nova --model MODEL --data heldout.txt
+
     Example: kvcq validate --server bf16=http://HOST:30000 --server nova=http://HOST:30001 --items gpqa.jsonl
     """
     console = Console(json=json, quiet=quiet, verbose=verbose)
+    chosen = task_fields(
+        tasks=tasks,
+        needle_tasks=needle_tasks,
+        needle_lengths=needle_lengths,
+        needle_depths=needle_depths,
+        semantics=semantics,
+        chunk=chunk,
+        cached_at=cached_at,
+        cache=cache,
+        new_tokens=new_tokens,
+        decode_steps=decode_steps,
+        needle_items=needle_items,
+        haystack=haystack,
+    )
     if server:
         refuse_mixed(True, {"FIT": bool(artifacts), "--data": bool(data), "--gates": gates is not None})
+        refuse_mixed(True, {"--sweep": bool(sweep_axes), "--stats": stats is not None})
         request = server_request(
             server,
             served_model or (),
@@ -164,15 +199,18 @@ def command(
         run_servers(request, console)
         return
     refuse_mixed(False, {"--items": bool(items), "--served-model": bool(served_model), "--resume": resume})
-    if not artifacts or not model or not data:
-        missing = "a fit" if not artifacts else "--data" if model else "--model"
-        raise InputError(f"{missing} is missing", where="validate", fix="give artifacts, --model and --data, or --server")
+    found, axes = split_axes(artifacts or (), sweep_axes or ())
+    if not (found or axes) or not model or not data:
+        missing = "a fit" if not (found or axes) else "--data" if model else "--model"
+        fix = "give artifacts, --model and --data, or --server"
+        raise InputError(f"{missing} is missing", where="validate", fix=fix)
     from kvcq.errors import GateFailed
     from kvcq.pipeline.requests import ValidateRequest
-    from kvcq.pipeline.validate import validate
+    from kvcq.pipeline.sweep import sweep
+    from kvcq.pipeline.validate import ValidateResult, validate
 
     own_request = ValidateRequest(
-        artifacts=tuple(artifacts),
+        artifacts=found,
         model=model,
         data=tuple(data),
         out=out,
@@ -193,23 +231,22 @@ def command(
         force=force,
         dry_run=dry_run,
         seed=seed,
-        **task_fields(
-            tasks=tasks,
-            needle_tasks=needle_tasks,
-            needle_lengths=needle_lengths,
-            needle_depths=needle_depths,
-            semantics=semantics,
-            chunk=chunk,
-            cached_at=cached_at,
-            cache=cache,
-            new_tokens=new_tokens,
-            decode_steps=decode_steps,
-            needle_items=needle_items,
-            haystack=haystack,
-        ),
+        **chosen,
+    )
+    swept = sweep_request(
+        own_request,
+        axes,
+        stats=stats,
+        method=method,
+        recipe=recipe,
+        settings=settings or (),
+        target_context=target_context,
     )
     with console:
-        result = validate(own_request, console)
+        result = validate(own_request, console) if swept is None else sweep(swept, console)
+    if not isinstance(result, ValidateResult):
+        console.result(result.text(), result.payload())
+        return
     if result.path is None:
         console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())
         return

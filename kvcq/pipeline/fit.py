@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -113,6 +113,44 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
         CorruptArtifactError: the statistics are damaged.
         UnsupportedError: a target context beyond the collected length on a layer without un-rotation.
     """
+    recipe, method = resolve(base_fields(request), request.recipe or "--method")
+    reporter.stage(f"reading statistics {request.stats.name}")
+    stats = read_stats(request.stats)
+    refuse_shard(stats.header, request.stats)
+    check_recipe(recipe, method, stats.header)
+    if request.dry_run:
+        return FitResult(None, None, recipe)
+    header, tensors = fit_layers(stats, recipe, method, reporter)
+    header = write_fit(request.out, header, tensors, force=request.force)
+    return FitResult(request.out, header, recipe)
+
+
+class Asked(Protocol):
+    """A request that describes a recipe."""
+
+    @property
+    def method(self) -> str | None:
+        """Method name; overrides the recipe's."""
+
+    @property
+    def recipe(self) -> Path | None:
+        """YAML recipe file."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Pairs of ``key=value``."""
+
+    @property
+    def target_context(self) -> int | None:
+        """Overrides the recipe's."""
+
+
+def base_fields(request: Asked) -> dict[str, Any]:
+    """Return the recipe that a request describes, as fields that `recipes.resolve` takes.
+
+    Raises:
+        InputError: an unreadable recipe or a setting that is none.
+    """
     fields: dict[str, Any] = load_recipe(request.recipe) if request.recipe else {}
     if request.method is not None:
         if request.method != fields.get("method"):
@@ -121,20 +159,21 @@ def fit(request: FitRequest, reporter: Reporter = SILENT) -> FitResult:
     fields = apply_settings(fields, request.settings)
     if request.target_context is not None:
         fields["target_context"] = request.target_context
-    recipe, method = resolve(fields, request.recipe or "--method")
-    reporter.stage(f"reading statistics {request.stats.name}")
-    stats = read_stats(request.stats)
-    refuse_shard(stats.header, request.stats)
-    check_layers(recipe, stats.header)
+    return fields
+
+
+def check_recipe(recipe: Recipe, method: Method, header: StatsHeader) -> None:
+    """Refuse a recipe that cannot be fitted to these statistics, before any work.
+
+    Raises:
+        InputError: a layer that the model does not have or the method cannot code, a target context or windows out of
+            range.
+    """
+    check_layers(recipe, header)
     method.check_windows(recipe.windows)
-    for layer in stats.header.geometry.quantizable():
-        if bf16_plan(layer, stats.header, recipe, method) is None:
+    for layer in header.geometry.quantizable():
+        if bf16_plan(layer, header, recipe, method) is None:
             method.check(layer)
-    if request.dry_run:
-        return FitResult(None, None, recipe)
-    header, tensors = fit_layers(stats, recipe, method, reporter)
-    header = write_fit(request.out, header, tensors, force=request.force)
-    return FitResult(request.out, header, recipe)
 
 
 def refuse_shard(header: StatsHeader, where: Path) -> None:

@@ -35,6 +35,7 @@ KINDS = {
     "fit": "fit",
     "validate": "report",
     "validate_server": "scores",
+    "sweep": "report",
     "pack": "bundle",
 }
 INPUTS = ("stats", "fit", "report", "artifacts", "shards")

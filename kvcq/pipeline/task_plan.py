@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from kvcq.codecs.windows import oldest_served
 from kvcq.errors import SHOWN, InputError, shown
@@ -15,8 +16,8 @@ from kvcq.evaluation.session import Chunking
 from kvcq.evaluation.statistics import RESAMPLES
 from kvcq.pipeline.needles import Needles
 from kvcq.pipeline.requests import ValidateRequest
-from kvcq.pipeline.subjects import Subject
 from kvcq.spec.boundary import served_boundaries
+from kvcq.spec.plan import Windows
 from kvcq.spec.tasks import (
     AgreementSettings,
     DecodeKLSettings,
@@ -29,6 +30,18 @@ TASKS = ("attention", "perplexity", "needle", "agreement", "decode-kl")
 
 Contexts = Mapping[str, tuple[int, ...]]
 """Context lengths by task, ascending; tasks that do not run are absent."""
+
+
+class Windowed(Protocol):
+    """Whatever keeps windows exact, under a name."""
+
+    @property
+    def name(self) -> str:
+        """Of the artifact."""
+
+    @property
+    def windows(self) -> Windows:
+        """Its windows."""
 
 
 def task_contexts(request: ValidateRequest) -> Contexts:
@@ -62,7 +75,7 @@ def task_contexts(request: ValidateRequest) -> Contexts:
     return {task: lengths if task == "needle" else contexts for task in TASKS if task in request.tasks}
 
 
-def check_windows(request: ValidateRequest, contexts: Contexts, subjects: Sequence[Subject]) -> None:
+def check_windows(request: ValidateRequest, contexts: Contexts, subjects: Sequence[Windowed]) -> None:
     """Refuse contexts in which nothing would be read from codes.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from markupsafe import Markup
@@ -11,7 +12,8 @@ from markupsafe import Markup
 from kvcq.reports.lines import Place, Series, fitting_axis, line_chart, log_places
 from kvcq.reports.summary import bits_at, bits_contexts, contexts, is_reference, metrics_at
 from kvcq.reports.tables import Cell, Column, Group, Table, Tone, flat
-from kvcq.reports.text import ABSENT, clean, number, percent, quantity
+from kvcq.reports.task_summary import contexts_of
+from kvcq.reports.text import ABSENT, clean, context_label, number, percent, quantity
 from kvcq.spec.report import ArtifactReport, Report
 from kvcq.spec.sweep import Sweep
 from kvcq.spec.tasks import TaskScores
@@ -34,15 +36,18 @@ class Measure:
 
 def measures(report: Report) -> list[Measure]:
     """Return what the rows of a sweep were measured by, bits first."""
-    longest, stored = max(contexts(report), default=0), max(bits_contexts(report), default=0)
-    bits = Measure(
-        Column("Bits", f"Bits per cached element at {stored} tokens, everything counted"),
-        lambda row: bits_at(row, stored),
-        lambda value: f"{value:.2f}",
-        None,
-    )
+    longest, lengths = max(contexts(report), default=0), _bits_lengths(report)
+    bits = [
+        Measure(
+            Column(f"Bits {context_label(n)}", f"Bits per cached element at {n} tokens, everything counted"),
+            partial(_bits, n),
+            lambda value: f"{value:.2f}",
+            None,
+        )
+        for n in lengths
+    ]
     found = [
-        bits,
+        *bits,
         Measure(Column("KL", f"Mean attention KL in nats at {longest} tokens"), _attention(longest, "kl")),
         Measure(
             Column("Output", f"Relative squared error of the attention output at {longest} tokens"),
@@ -112,7 +117,7 @@ def sweep_charts(report: Report) -> list[tuple[str, Markup, Table]]:
         rest = [f"{a.key}={v}" for n, (a, v) in enumerate(zip(sweep.axes, values, strict=True)) if n != across]
         lines.setdefault(clean(", ".join(rest)) or clean(sweep.method), {})[values[across]] = row
     found = []
-    for number_of, own in enumerate(measures(report)[1:]):
+    for number_of, own in enumerate(measure for measure in measures(report) if measure.best is not None):
         series = [
             Series(name, n, tuple(own.read(rows[value]) if value in rows else None for value in axis.values))
             for n, (name, rows) in enumerate(lines.items())
@@ -159,6 +164,19 @@ def sweep_sentence(sweep: Sweep) -> str:
         f"{clean(sweep.method)} over {keys}{base}: {len(sweep.points)} points, each fitted to the same statistics "
         f"(SHA-256 {sweep.stats_digest[:16]}) for this measurement only. To pack a point, fit it and validate that fit."
     )
+
+
+def _bits_lengths(report: Report) -> list[int]:
+    """Return where bits are told: the longest context that was measured, where windows count, and the longest known."""
+    known = bits_contexts(report)
+    scores = [row.tasks for row in report.artifacts if row.tasks is not None]
+    found = {n for own in scores for part in (own.perplexity, own.agreement, own.decode_kl) for n in contexts_of(part)}
+    measured = [n for n in {*contexts(report), *found} if n in known]
+    return sorted({max(measured, default=0), max(known, default=0)} - {0})
+
+
+def _bits(context: int, row: ArtifactReport) -> float | None:
+    return bits_at(row, context)
 
 
 def _even(names: Sequence[str]) -> list[Place]:
