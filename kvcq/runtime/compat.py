@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvcq.errors import MismatchError
@@ -35,6 +36,16 @@ class Fitted(Protocol):
     @property
     def geometry(self) -> ModelGeometry:
         """As observed at collection."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What a bundle's manifest says of the model, under the name that messages use."""
+
+    name: str
+    identity: Identity
+    provenance: Provenance
+    geometry: ModelGeometry
 
 
 def check_model(fitted: Fitted, loaded: LoadedModel, *, strict: bool) -> tuple[str, ...]:

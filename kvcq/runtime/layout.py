@@ -107,11 +107,13 @@ def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> fl
 
     Full-attention layers kept in BF16 count; windows do not grow, nor do sliding, linear and shared layers.
     """
-    coded = {
-        layer.layer: layer.kv_heads * sum(token_bytes(k, v, layer.d_k, layer.d_v))
-        for layer, k, v in _quantized(plan, geometry)
-    }
+    coded = {layer.layer: _coded_row(layer, k, v) for layer, k, v in _quantized(plan, geometry)}
     return sum(coded.get(layer.layer, _bf16_row(layer)) for layer in geometry.quantizable())
+
+
+def coded_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> int:
+    """Return the bytes of one token's coded rows, over all quantized layers and heads."""
+    return sum(_coded_row(layer, k, v) for layer, k, v in _quantized(plan, geometry))
 
 
 def covered_share(layers: Collection[int], geometry: ModelGeometry, context: int) -> float:
@@ -171,6 +173,10 @@ def _own_metadata(side: CodecSpec, d: int) -> float:
     if side.unit == "range":
         return 2 * number + side.row_outliers(d) * (_OUTLIER_BYTES + index)
     return number if side.quantizer in ("levels", "group_vq") else 0
+
+
+def _coded_row(layer: LayerGeometry, k: CodecSpec, v: CodecSpec) -> int:
+    return layer.kv_heads * sum(token_bytes(k, v, layer.d_k, layer.d_v))
 
 
 def _bf16_row(layer: LayerGeometry) -> int:

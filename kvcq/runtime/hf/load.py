@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,9 @@ from transformers import PreTrainedModel
 from kvcq.artifacts.bundle import Bundle, open_bundle
 from kvcq.models.load import LoadedModel, wrap_model
 from kvcq.runtime.codecs import served_codecs
-from kvcq.runtime.compat import check_frame, check_model
+from kvcq.runtime.compat import Sealed, check_frame, check_model
 from kvcq.runtime.hf.cache import Host, Mode, QuantizedCache
 from kvcq.runtime.hf.semantics import Semantics
-from kvcq.spec.geometry import ModelGeometry
-from kvcq.spec.identity import Identity, Provenance
-
-
-@dataclass(frozen=True)
-class _Sealed:
-    """What `kvcq.runtime.compat` asks of a bundle."""
-
-    name: str
-    identity: Identity
-    provenance: Provenance
-    geometry: ModelGeometry
 
 
 def load_cache(
@@ -75,7 +62,7 @@ def open_host(
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer, model.name_or_path)
     manifest = opened.manifest
-    sealed = _Sealed(name, manifest.identity, manifest.provenance, manifest.geometry)
+    sealed = Sealed(name, manifest.identity, manifest.provenance, manifest.geometry)
     for line in check_model(sealed, loaded, strict=strict):
         warnings.warn(f"{name}: {line}", stacklevel=2)
     check_frame(sealed, loaded.geometry)
