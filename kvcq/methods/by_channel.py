@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcq.errors import InputError
@@ -11,7 +12,7 @@ from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
 TOKENS = "tokens of a group, which share a key channel's scale; windows.recent must hold one"
-CHANNELS = "channels that share a value scale; a whole head where it has fewer"
+CHANNELS = "channels that share a scale; a whole head where it has fewer"
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,7 @@ class ByChannelMethod(Method):
 
     def check(self, layer: LayerGeometry) -> None:
         """Refuse value groups that do not divide the head dimension."""
-        if layer.d_v > self.group_channels and layer.d_v % self.group_channels:
-            raise InputError(
-                f"group_channels={self.group_channels} does not divide the head dimension {layer.d_v} of layer "
-                f"{layer.layer}",
-                where=f"method {self.name}",
-                fix=f"use group_channels={layer.d_v}",
-            )
+        check_channels(self.name, layer, (layer.d_v,), self.group_channels)
 
     def check_windows(self, windows: Windows) -> None:
         """Refuse a recent window shorter than a group."""
@@ -58,4 +53,24 @@ class ByChannelMethod(Method):
 
     def values(self, d: int) -> CodecSpec:
         """Return the value codec of head dimension `d`."""
-        return CodecSpec(groups=max(1, d // self.group_channels))
+        return CodecSpec(groups=scales(d, self.group_channels))
+
+
+def scales(d: int, group_channels: int) -> int:
+    """Return how many scales a row of `d` channels has."""
+    return max(1, d // group_channels)
+
+
+def check_channels(method: str, layer: LayerGeometry, dims: Iterable[int], group_channels: int) -> None:
+    """Refuse groups of channels that do not divide a head dimension which exceeds them.
+
+    Raises:
+        InputError: names the layer.
+    """
+    for d in dims:
+        if d > group_channels and d % group_channels:
+            raise InputError(
+                f"group_channels={group_channels} does not divide the head dimension {d} of layer {layer.layer}",
+                where=f"method {method}",
+                fix=f"use group_channels={d}",
+            )

@@ -35,7 +35,7 @@ class KvquantNuq(PreRopeMethod):
 
     bits: int = parameter(2, "bits of a channel", choices=(2, 3, 4))
     outliers: float = parameter(0.01, "share of the entries kept exact", low=0.0, high=0.1)
-    rows: int = parameter(8192, "sampled tokens behind bounds and levels, at most", low=256)
+    level_rows: int = parameter(8192, "sampled tokens behind bounds and levels, at most", low=256)
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Fit bounds of the keys and levels of both sides.
@@ -46,7 +46,7 @@ class KvquantNuq(PreRopeMethod):
         from kvcq.codecs.levels import outlier_mask
         from kvcq.methods.rotation import served
 
-        keys, values = unrotated_keys(stats, self.rows), stats.v_rows[:, : self.rows]
+        keys, values = unrotated_keys(stats, self.level_rows), stats.v_rows[:, : self.level_rows]
         if keys.shape[1] == 0:
             raise InputError(
                 f"layer {stats.geometry.layer} has no sampled rows", where="stats", fix="collect with --rows"

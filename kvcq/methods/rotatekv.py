@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcq.errors import InputError
 from kvcq.methods.base import FitContext, LayerFit, parameter
+from kvcq.methods.by_channel import CHANNELS, check_channels, scales
 from kvcq.methods.pre_rope import PreRopeMethod
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.geometry import LayerGeometry
@@ -27,18 +27,12 @@ class Rotatekv(PreRopeMethod):
     summary = "keys before RoPE: reordered channels, Hadamard, min-max INT2; values: Hadamard, INT2"
     paper = "arXiv 2501.16383"
 
-    groups: int = parameter(1, "scales per head vector", low=1)
+    group_channels: int = parameter(128, CHANNELS, low=4)
 
     def check(self, layer: LayerGeometry) -> None:
         """Refuse layers that do not un-rotate and groups that do not divide a head dimension."""
         super().check(layer)
-        for dims in (layer.d_k, layer.d_v):
-            if dims % self.groups:
-                raise InputError(
-                    f"groups={self.groups} does not divide the head dimension {dims} of layer {layer.layer}",
-                    where=f"method {self.name}",
-                    fix="use groups=1",
-                )
+        check_channels(self.name, layer, (layer.d_k, layer.d_v), self.group_channels)
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Order the channels and return both rotations."""
@@ -53,8 +47,8 @@ class Rotatekv(PreRopeMethod):
         # Row order[c] of A is row c of H: x A = x[order] H.
         reordered = torch.zeros_like(hadamard).scatter(1, order.unsqueeze(-1).expand_as(hadamard), hadamard)
         return LayerFit(
-            k=CodecSpec(transform="orthogonal", groups=self.groups, pre_rope=True),
-            v=CodecSpec(transform="orthogonal", groups=self.groups),
+            k=CodecSpec(transform="orthogonal", groups=scales(geometry.d_k, self.group_channels), pre_rope=True),
+            v=CodecSpec(transform="orthogonal", groups=scales(geometry.d_v, self.group_channels)),
             tensors={
                 "k.transform": served(reordered),
                 "v.transform": served(walsh(geometry.kv_heads, geometry.d_v)),

@@ -88,7 +88,7 @@ TABLE = (
     Row("turboquant", {}, "orthogonal", "orthogonal", BOTH_MAPS + LEVELS, served=False),
     Row("turboquant", {"bits_k": 4, "bits_v": 2}, "orthogonal", "orthogonal", BOTH_MAPS + LEVELS, served=False),
     Row("kvquant-nuq", {}, roles=("k.bounds", *LEVELS), served=False),
-    Row("kvquant-nuq", {"bits": 3, "outliers": 0.0, "rows": 512}, roles=("k.bounds", *LEVELS), served=False),
+    Row("kvquant-nuq", {"bits": 3, "outliers": 0.0, "level_rows": 512}, roles=("k.bounds", *LEVELS), served=False),
     Row("rotatekv", {}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
-    Row("rotatekv", {"groups": 4}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
+    Row("rotatekv", {"group_channels": 8}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
 )

@@ -89,7 +89,7 @@ def test_groups_longer_than_the_recent_window_are_refused(name: str) -> None:
     ("name", "params", "says"),
     [
         ("kivi", {"group_channels": 20}, "group_channels=20 does not divide the head dimension 32"),
-        ("rotatekv", {"groups": 5}, "groups=5 does not divide the head dimension 32"),
+        ("rotatekv", {"group_channels": 12}, "group_channels=12 does not divide the head dimension 32"),
         ("saw-int4", {"order": 64}, "order=64 does not divide the head dimension 32"),
     ],
 )
