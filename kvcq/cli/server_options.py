@@ -101,6 +101,22 @@ def refuse_mixed(servers: bool, given: dict[str, bool]) -> None:
             raise InputError(what, where=flag, fix="see kvcq validate --help")
 
 
+def needle_options(tasks: Sequence[str], model: str | None) -> bool:
+    """Return whether needles are asked for.
+
+    Raises:
+        InputError: a task that needs more than answers, or no tokenizer to make needles with.
+    """
+    # Attention is what validate measures when no task is named.
+    wanted = [task for task in tasks if task != "attention"]
+    if other := [task for task in wanted if task != "needle"]:
+        what = f"{other[0]} is not measured on a server"
+        raise InputError(what, where="--tasks", fix="use needle, or --items")
+    if wanted and not model:
+        raise InputError("needles are made with a tokenizer", where="--model", fix="name the model that is served")
+    return bool(wanted)
+
+
 def run_servers(request: ServerRequest, console: Console) -> None:
     """Ask the servers and print the scores."""
     from kvcq.pipeline.validate_server import validate_server

@@ -111,6 +111,25 @@ def load_model(
     return _loaded(model, tokenizer, source, build_provenance(source.label, revision, folder), longest)
 
 
+def load_tokenizer(
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    cache_dir: Path | None = None,
+    notify: Notify = silent,
+) -> Any:
+    """Load the tokenizer of a model without its weights; arguments and errors as in `load_model`."""
+    source = resolve_source(name, revision)
+    location = _location(source, cache_dir, notify)
+    local = source.kind != "hub"
+    options = {"revision": source.revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
+    with loading(source.label), quiet_library():
+        if not local:
+            _reach_hub(source)
+        return _tokenizer(location, source, options, needed=True)
+
+
 def wrap_model(
     model: PreTrainedModel, tokenizer: Any | None = None, label: str = "in-memory", *, longest: int | None = None
 ) -> LoadedModel:

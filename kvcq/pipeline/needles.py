@@ -37,9 +37,14 @@ def make_needles(request: ValidateRequest, loaded: LoadedModel, contexts: Sequen
     """
     if loaded.tokenizer is None:
         raise InputError("the model has no tokenizer", where=loaded.provenance.source, fix="add its tokenizer files")
+    return tokenizer_needles(request, loaded.tokenizer, contexts)
+
+
+def tokenizer_needles(request: ValidateRequest, tokenizer: Any, contexts: Sequence[int]) -> Needles:
+    """Make every question of a request with a tokenizer alone; see `make_needles`."""
     haystack = open_haystack(request.haystack, request.text_column)
     template = read_text(request.chat_template, "--chat-template")
-    chat = request.template != "raw" and bool(template or loaded.tokenizer.chat_template)
+    chat = request.template != "raw" and bool(template or tokenizer.chat_template)
     questions = make_questions(
         request.needle_tasks or tuple(SUBTASKS),
         contexts,
@@ -47,7 +52,7 @@ def make_needles(request: ValidateRequest, loaded: LoadedModel, contexts: Sequen
         request.needle_items,
         seed=request.seed,
         text=haystack,
-        encode=_chat(loaded.tokenizer, template) if chat else _raw(loaded.tokenizer),
+        encode=_chat(tokenizer, template) if chat else _raw(tokenizer),
     )
     return Needles(questions, haystack, chat)
 

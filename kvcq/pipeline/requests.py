@@ -209,6 +209,8 @@ class ServerRequest(Request):
     Attributes:
         servers: Name and URL of each server; an empty name stands for that of the model it serves.
         items: Task files, ``.jsonl``.
+        needles: Needle questions to ask as well: model (of the tokenizer), lengths, depths and so on of such a request.
+            Their prompts are tokens, so `api` must be ``completions``.
         out: Folder to write.
         served_models: Model names by server name, ``""`` for every server; needed where a server serves several.
         api: ``chat``, or ``completions`` for prompts sent raw.
@@ -230,6 +232,7 @@ class ServerRequest(Request):
     servers: tuple[tuple[str, str], ...]
     items: tuple[Path, ...]
     out: Path
+    needles: ValidateRequest | None = None
     served_models: tuple[tuple[str, str], ...] = ()
     api: Literal["chat", "completions"] = "chat"
     samples: int = 1

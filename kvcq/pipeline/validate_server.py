@@ -64,6 +64,13 @@ def validate_server(request: ServerRequest, reporter: Reporter = SILENT) -> Serv
         EvaluationError: an item got no answer; the line names it. No scores are written.
     """
     questions = load_questions(request.items)
+    if request.needles is not None:
+        from kvcq.pipeline.server_needles import server_needles  # imports torch
+
+        reporter.stage("making needle questions")
+        questions += server_needles(request.needles, reporter)
+    if not questions:
+        raise InputError("nothing to ask", where="--items", fix="name a task file, or --tasks needle")
     return run_questions(request, questions, reporter)
 
 
@@ -185,6 +192,12 @@ def _command(request: ServerRequest, names: Sequence[str]) -> str:
     """Return the command that repeats the run, without machine paths and addresses."""
     words = ["kvcq validate", *(f"--server {name}=URL" for name in names)]
     words += [f"--items {path.name}" for path in request.items]
+    if (needles := request.needles) is not None:
+        lengths = ",".join(map(str, needles.needle_lengths or needles.contexts))
+        words += ["--tasks needle", f"--model {Path(needles.model).name}", f"--needle-lengths {lengths}"]
+        words += [f"--needle-items {needles.needle_items}", f"--haystack {Path(needles.haystack).name}"]
+        words += [f"--needle-tasks {','.join(needles.needle_tasks)}"] if needles.needle_tasks else []
+        words += [f"--needle-depths {','.join(f'{depth:g}' for depth in needles.needle_depths)}"]
     words += [f"--samples {request.samples}", f"--temperature {request.temperature:g}", f"--seed {request.seed}"]
     words += [f"--max-tokens {request.max_tokens}"]
     if request.api != "chat":

@@ -14,11 +14,14 @@ import pytest
 from kvcq.artifacts.scores_file import read_scores, write_scores
 from kvcq.cli.main import execute
 from kvcq.errors import CorruptArtifactError, EvaluationError, InputError, UnavailableError
+from kvcq.models.load import load_tokenizer
 from kvcq.pipeline import server_client
 from kvcq.pipeline.inspect import diff, inspect, verify
-from kvcq.pipeline.requests import ServerRequest
+from kvcq.pipeline.needles import tokenizer_needles
+from kvcq.pipeline.requests import ServerRequest, ValidateRequest
 from kvcq.pipeline.validate_server import ServerResult, validate_server
 from tests.server.fake import Fake, Fault, Raw, serve
+from tests.tiny import save_tiny
 
 KVCQ = [sys.executable, "-c", "from kvcq.cli.main import run; run()"]
 
@@ -256,3 +259,31 @@ def test_a_signal_keeps_what_was_answered(items: Path, tmp_path: Path, number: s
     assert child.returncode == 128 + number
     assert told.splitlines()[-1].endswith("answers so far are kept, run the same command with --resume")
     assert len((tmp_path / ".report.answers").read_bytes().splitlines()) == 6
+
+
+def test_needles_are_asked_as_the_prompts_of_the_local_task(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    needles = ValidateRequest(
+        artifacts=(), data=(), out=tmp_path / "x", model=str(model), needle_tasks=("single_1", "multiquery"),
+        needle_lengths=(1900,), needle_items=3, seed=4,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(str(model))
+    asked = {q.tokens: q for q in tokenizer_needles(needles, tokenizer, (1900,)).questions}
+
+    def answer(prompt: Any, request: dict[str, Any]) -> str:
+        question = asked[tuple(prompt)]
+        assert request["max_tokens"] == question.new_tokens and len(prompt) + question.new_tokens <= 1900
+        return " and ".join(question.answers[:2])
+
+    out = tmp_path / "report"
+    with serve(answer) as a:
+        options: dict[str, Any] = {"servers": (("A", a.url),), "items": (), "needles": needles, "out": out}
+        with pytest.raises(InputError, match="use --api completions"):
+            validate_server(ServerRequest(**options))
+        result = validate_server(ServerRequest(api="completions", **options))
+    (task,) = result.report.tasks
+    assert (task.task, task.items, task.metrics) == ("needle-1900", 6, {"needles": 6})
+    # All of one needle, half of four.
+    assert result.report.servers[0].tasks[0].score == 0.75
+    assert "--needle-lengths 1900 --needle-items 3" in result.report.command
+    assert {a.item for a in read_scores(out).answers} >= {"single_1-0-depth-0", "multiquery-2-depth-50"}
