@@ -293,6 +293,43 @@ class PackRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeRequest(ModelRequest):
+    """Serve a model with a bundle over HTTP, as OpenAI's clients speak it, on the embedded engine.
+
+    Attributes:
+        bundle: Bundle, ``NAME.kvcq``.
+        host: Address to listen on.
+        port: Port, 0 for a free one.
+        served_name: Name of the model in requests; None: that of the model.
+        max_context: Most tokens of a request, prompt and answer; None: the model's context, as far as memory holds it.
+        memory: Bytes for the cache of all running requests.
+        max_running: Requests that take turns.
+        max_queue: Requests that wait beyond those; more are answered with 429.
+        chunk: Prompt tokens in one forward.
+        timeout: Seconds after which a request is given up, waiting included.
+        grace: Seconds that running requests have after a signal.
+        threads: Processor threads; None: as torch chooses.
+        chat_template: File with a Jinja chat template that replaces the tokenizer's own.
+        strict: Refuse a provenance mismatch instead of warning.
+    """
+
+    bundle: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_name: str | None = None
+    max_context: int | None = None
+    memory: int = 1 << 30
+    max_running: int = 8
+    max_queue: int = 64
+    chunk: int = 512
+    timeout: float = 600.0
+    grace: float = 10.0
+    threads: int | None = None
+    chat_template: Path | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuickstartRequest(Request):
     """The whole chain on a small real model.
 
