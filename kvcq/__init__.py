@@ -28,9 +28,11 @@ if TYPE_CHECKING:
         MergeRequest,
         PackRequest,
         QuickstartRequest,
+        ServeRequest,
         ServerRequest,
         ValidateRequest,
     )
+    from kvcq.pipeline.serve import serve
     from kvcq.pipeline.validate import validate
     from kvcq.pipeline.validate_server import validate_server
     from kvcq.runtime.hf.load import load_cache
@@ -39,6 +41,7 @@ _HOMES = {
     "collect": "pipeline.collect",
     "merge": "pipeline.merge",
     "fit": "pipeline.fit",
+    "serve": "pipeline.serve",
     "validate": "pipeline.validate",
     "validate_server": "pipeline.validate_server",
     "pack": "pipeline.pack",
@@ -57,6 +60,7 @@ _HOMES = {
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
+    "ServeRequest": "pipeline.requests",
 }
 
 _RENAMED = {
@@ -71,6 +75,7 @@ __all__ = [
     "MergeRequest",
     "PackRequest",
     "QuickstartRequest",
+    "ServeRequest",
     "ServerRequest",
     "ValidateRequest",
     "__version__",
@@ -86,6 +91,7 @@ __all__ = [
     "methods",
     "pack",
     "quickstart",
+    "serve",
     "validate",
     "validate_server",
     "verify",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvcq.cli import collect, diff, env, fit, inspect, merge, methods, pack, quickstart, validate, verify
+from kvcq.cli import collect, diff, env, fit, inspect, merge, methods, pack, quickstart, serve, validate, verify
 from kvcq.cli.console import silence, tolerate_any_locale
 from kvcq.errors import Interrupted, KvcqError
 from kvcq.version import __version__
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (quickstart, collect, merge, fit, validate, pack, inspect, verify, diff, methods, env):
+for verb in (quickstart, collect, merge, fit, validate, pack, serve, inspect, verify, diff, methods, env):
     app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
 
 # Typer bundles its own copy of click since 0.20: its public errors lead to the base class of either.

@@ -8,6 +8,8 @@ from kvcq.errors import InputError
 
 _LENGTH = re.compile(r"^([1-9][0-9]{0,11})([kKmM]?)$")
 _SHARD = re.compile(r"^([0-9]{1,9})/([0-9]{1,9})$")
+_SIZE = re.compile(r"^([1-9][0-9]{0,11})([kKmMgGtT]?)(i?[bB])?$")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _FACTOR = {"": 1, "k": 1024, "m": 1024 * 1024}
 
 
@@ -26,6 +28,18 @@ def parse_length(text: str, flag: str) -> int:
 def parse_lengths(text: str, flag: str) -> tuple[int, ...]:
     """Read a comma-separated list of token counts, sorted and without repeats."""
     return tuple(sorted({parse_length(item, flag) for item in text.split(",")}))
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Read a number of bytes such as ``512M`` (536870912), ``2G`` or ``2GiB``; units are binary.
+
+    Raises:
+        InputError: anything else; names the flag.
+    """
+    match = _SIZE.match(text.strip())
+    if match is None:
+        raise InputError(f"{text!r} is not a size", where=flag, fix="write for example 512M or 2G")
+    return int(match[1]) * _UNITS[match[2].lower()]
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -111,7 +111,7 @@ def kv_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> fl
     return sum(coded.get(layer.layer, _bf16_row(layer)) for layer in geometry.quantizable())
 
 
-def coded_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> int:
+def coded_bytes_per_token(plan: Sequence[LayerPlan], geometry: ModelGeometry) -> float:
     """Return the bytes of one token's coded rows, over all quantized layers and heads."""
     return sum(_coded_row(layer, k, v) for layer, k, v in _quantized(plan, geometry))
 
@@ -175,7 +175,7 @@ def _own_metadata(side: CodecSpec, d: int) -> float:
     return number if side.quantizer in ("levels", "group_vq") else 0
 
 
-def _coded_row(layer: LayerGeometry, k: CodecSpec, v: CodecSpec) -> int:
+def _coded_row(layer: LayerGeometry, k: CodecSpec, v: CodecSpec) -> float:
     return layer.kv_heads * sum(token_bytes(k, v, layer.d_k, layer.d_v))
 
 
