@@ -15,7 +15,7 @@ from kvcq.evaluation.rows import bf16_rows
 from kvcq.models.library import forward
 from kvcq.models.load import LoadedModel
 from kvcq.pipeline.eligible import bf16_reason
-from kvcq.pipeline.requests import CacheChoice, ValidateRequest
+from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.subjects import Subject
 from kvcq.runtime.hf.cache import Host, refuse_unpaged
 from kvcq.runtime.hf.semantics import ByQuery, Deferred, Semantics, Served
@@ -58,19 +58,21 @@ class CacheRunner:
         return CacheSession(self.host.model, self.host.new_cache(self.rule(prompt)))
 
 
-def cache_mode(codecs: Codecs, wanted: CacheChoice) -> CacheMode:
-    """Return the cache that an artifact is read through; ``auto`` is packed where pages hold all its codes.
+def cache_mode(codecs: Codecs, request: ValidateRequest) -> CacheMode:
+    """Return the cache that an artifact is read through.
+
+    ``auto`` is packed where pages hold all its codes, and the prompt needs no more exact rows than they keep.
 
     Raises:
         UnsupportedError: ``packed`` is wanted and a codec is for accuracy only; names the layer.
     """
-    if wanted == "packed":
+    if request.cache == "packed":
         for layer, codec in codecs.items():
             refuse_unpaged(layer, codec)
-    if wanted != "auto":
-        return wanted
+    if request.cache != "auto":
+        return request.cache
     served = all(side.spec.served for codec in codecs.values() for side in (codec.k, codec.v))
-    return "packed" if codecs and served else "simulate"
+    return "packed" if codecs and served and request.semantics != "deferred" else "simulate"
 
 
 def rule_of(request: ValidateRequest) -> Rule:
@@ -100,9 +102,10 @@ def open_runners(
         runners = []
         hosts: list[tuple[str, Codecs, Windows, CacheMode]] = [(REFERENCE, rounded, WHOLE, "simulate")]
         for subject, codecs in subjects:
-            mode = cache_mode(codecs, request.cache)
+            mode = cache_mode(codecs, request)
             own = {**rounded, **codecs} if mode == "simulate" else dict(codecs)
-            hosts.append((subject.name, own, subject.windows, mode))
+            # An artifact without codes is the reference: the same tier, to the last bit.
+            hosts.append((subject.name, own, subject.windows if codecs else WHOLE, mode))
         for name, held, windows, mode in hosts:
             host = Host(loaded.model, held, geometry, windows, mode=mode)
             runners.append(CacheRunner(name, stack.enter_context(host), rule))

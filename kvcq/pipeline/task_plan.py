@@ -70,6 +70,10 @@ def task_contexts(request: ValidateRequest) -> Contexts:
             where="--semantics",
             fix="leave out perplexity, or measure agreement and decode-kl",
         )
+    if request.semantics == "deferred" and request.cache == "packed":
+        raise InputError(
+            "a deferred prefill needs exact rows that pages do not keep", where="--cache", fix="use simulate or auto"
+        )
     contexts = tuple(sorted(set(request.contexts)))
     lengths = tuple(sorted(set(request.needle_lengths or contexts)))
     return {task: lengths if task == "needle" else contexts for task in TASKS if task in request.tasks}

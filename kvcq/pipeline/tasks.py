@@ -48,7 +48,7 @@ def run_tasks(
     if set(contexts) == {"attention"}:
         return [None] * (len(subjects) + 1), ()
     scores = [TaskScores(cache="simulate")]
-    scores += [TaskScores(cache=cache_mode(codecs, request.cache)) for _, codecs in subjects]
+    scores += [TaskScores(cache=cache_mode(codecs, request)) for _, codecs in subjects]
     pairs: tuple[PairTest, ...] = ()
     texts = [torch.from_numpy(passage.tokens.astype("int64")) for passage in passages]
     chunking = chunking_of(request)

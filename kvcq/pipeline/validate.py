@@ -124,7 +124,7 @@ def measure(
 
     codecs = [subject.codecs(loaded.device) for subject in subjects]
     for own in codecs:
-        cache_mode(own, request.cache)
+        cache_mode(own, request)
     reference: tuple[dict[int, Any], Windows] = ({}, subjects[0].windows)
     measured = [reference, *((own, subject.windows) for own, subject in zip(codecs, subjects, strict=True))]
     samples: Samples = [[] for _ in measured]
