@@ -117,7 +117,7 @@ def codes(cache):
 
 @pytest.mark.parametrize("pair", ["int2", "vq"])
 def test_by_query_no_chunk_changes_codes_or_answers(pair):
-    model, tokens = double(max_position_embeddings=1024), tiny_tokens(300)
+    model, tokens = double(num_hidden_layers=2), tiny_tokens(300)
     with host_of(model, *PAIRS[pair]) as host:
         caches = {chunk: host.new_cache(ByQuery()) for chunk in CHUNKS}
         logits = {chunk: run(model, cache, tokens, chunk) for chunk, cache in caches.items()}
