@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,33 +36,37 @@ def split_axes(arguments: Sequence[Path], axes: Sequence[str]) -> tuple[tuple[Pa
     return tuple(path for path in arguments if path not in more), (*axes, *map(str, more))
 
 
+def refuse_stray(axes: Sequence[str], given: Mapping[str, object]) -> None:
+    """Refuse an option of sweeps without ``--sweep``, and a sweep without statistics.
+
+    Raises:
+        InputError: names the option.
+    """
+    if axes and not given["--stats"]:
+        raise InputError("a sweep fits statistics", where="--sweep", fix="add --stats, the folder of kvcq collect")
+    extra = [flag for flag, value in given.items() if value]
+    if extra and not axes:
+        fix = "add --sweep, or fit first with kvcq fit"
+        raise InputError(f"{extra[0]} is for sweeps", where="validate", fix=fix)
+
+
 def sweep_request(
     request: ValidateRequest,
     axes: tuple[str, ...],
     *,
-    stats: Path | None,
+    stats: Path,
     method: str | None,
     recipe: Path | None,
     settings: Sequence[str],
     target_context: str | None,
-) -> SweepRequest | None:
-    """Return the request of a sweep, or None when none is asked for.
+) -> SweepRequest:
+    """Return the request of a sweep over the same artifacts, model, text and tasks.
 
     Raises:
-        InputError: an option of sweeps without ``--sweep``, or ``--sweep`` without statistics.
+        InputError: a target context that is no number of tokens.
     """
     from kvcq.pipeline.requests import SweepRequest
 
-    given = {"--stats": stats, "--method": method, "--recipe": recipe, "--set": settings}
-    given |= {"--target-context": target_context}
-    if not axes:
-        extra = [flag for flag, value in given.items() if value]
-        if extra:
-            fix = "add --sweep, or fit first with kvcq fit"
-            raise InputError(f"{extra[0]} is for sweeps", where="validate", fix=fix)
-        return None
-    if stats is None:
-        raise InputError("a sweep fits statistics", where="--sweep", fix="add --stats, the folder of kvcq collect")
     return SweepRequest(
         **{field.name: getattr(request, field.name) for field in fields(request)},
         stats=stats,

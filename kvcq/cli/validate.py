@@ -54,6 +54,7 @@ from kvcq.cli.sweep_options import (
     SweptRecipe,
     SweptSettings,
     SweptTarget,
+    refuse_stray,
     split_axes,
     sweep_request,
 )
@@ -200,6 +201,16 @@ def command(
         return
     refuse_mixed(False, {"--items": bool(items), "--served-model": bool(served_model), "--resume": resume})
     found, axes = split_axes(artifacts or (), sweep_axes or ())
+    refuse_stray(
+        axes,
+        {
+            "--stats": stats,
+            "--method": method,
+            "--recipe": recipe,
+            "--set": settings,
+            "--target-context": target_context,
+        },
+    )
     if not (found or axes) or not model or not data:
         missing = "a fit" if not (found or axes) else "--data" if model else "--model"
         fix = "give artifacts, --model and --data, or --server"
@@ -233,15 +244,17 @@ def command(
         seed=seed,
         **chosen,
     )
-    swept = sweep_request(
-        own_request,
-        axes,
-        stats=stats,
-        method=method,
-        recipe=recipe,
-        settings=settings or (),
-        target_context=target_context,
-    )
+    swept = None
+    if axes and stats is not None:
+        swept = sweep_request(
+            own_request,
+            axes,
+            stats=stats,
+            method=method,
+            recipe=recipe,
+            settings=settings or (),
+            target_context=target_context,
+        )
     with console:
         result = validate(own_request, console) if swept is None else sweep(swept, console)
     if not isinstance(result, ValidateResult):

@@ -21,6 +21,7 @@ from kvcq.spec.sweep import SweepAxis, SweepPoint
 MAX_POINTS = 32
 FLAG = "--sweep"
 CLIPS = ("clip_k", "clip_v")
+_LENGTH = re.compile(r"^([0-9]{1,9})([kK]?)$")
 _WINDOWS = re.compile(r"^([0-9]{1,9})/([0-9]{1,9})$")
 
 
@@ -65,7 +66,7 @@ def parse_axes(texts: Sequence[str]) -> tuple[SweepAxis, ...]:
             raise InputError(f"{shown(key)} is swept twice", where=FLAG, fix="give all its values at once")
         if len(set(values)) < len(values):
             twice = next(value for value in values if values.count(value) > 1)
-            raise InputError(f"{shown(key)}={shown(twice)} is given twice", where=FLAG, fix="give each value once")
+            raise InputError(f"{shown(f'{key}={twice}')} is given twice", where=FLAG, fix="give each value once")
         axes.append(SweepAxis(key=key, values=values))
     if not axes:
         raise InputError("nothing to sweep", where=FLAG, fix="for example --sweep windows=0/0,64/256")
@@ -94,9 +95,9 @@ def make_grid(base: Mapping[str, Any], axes: Sequence[SweepAxis], where: str) ->
     points = []
     for values in itertools.product(*(axis.values for axis in axes)):
         words = ",".join(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
-        settings = [
-            s for axis, value in zip(axes, values, strict=True) for s in point_settings(axis.key, value, method)
-        ]
+        parts = [point_settings(axis.key, value, method) for axis, value in zip(axes, values, strict=True)]
+        settings = list(itertools.chain.from_iterable(parts))
+        _refuse_overlap([setting.partition("=")[0] for setting in settings])
         try:
             recipe, own = resolve(apply_settings(base, settings), where)
         except InputError as error:
@@ -110,7 +111,7 @@ def point_settings(key: str, value: str, method: Method) -> list[str]:
     """Return the ``key=value`` settings that one swept value stands for.
 
     ``windows`` is sink/recent, ``clip`` every clip that the method has, ``skip_layers`` ids joined by ``+`` or
-    ``none``; any other key is a setting of its own.
+    ``none``, ``target_context`` a length such as 8k; any other key is a setting of its own.
 
     Raises:
         InputError: a value that is not of this form.
@@ -126,6 +127,8 @@ def point_settings(key: str, value: str, method: Method) -> list[str]:
         return [f"{name}={value}" for name in _clips(method)]
     if key == "skip_layers":
         return [f"skip_layers={'' if value == 'none' else value.replace('+', ',')}"]
+    if key == "target_context" and (match := _LENGTH.match(value)):
+        return [f"{key}={int(match[1]) * (1024 if match[2] else 1)}"]
     return [f"{key}={value}"]
 
 
