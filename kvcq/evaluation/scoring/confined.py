@@ -9,6 +9,7 @@ as module NAME. PROOF is written to ``FOLDER/proof`` when the program came to it
 
 import os
 import resource
+import runpy
 import sys
 from pathlib import Path
 
@@ -105,12 +106,10 @@ def main() -> None:
     """Run the program; an exception of it ends this process with exit code 1."""
     folder, seconds, memory, file_size, name, proof = sys.argv[1:]
     os.chdir(folder)
-    source = Path("program.py").read_bytes()
-    code = compile(source, "program.py", "exec")
     sys.argv[1:] = []
     limit(int(seconds), int(memory), int(file_size))
     guard(folder)
-    exec(code, {"__name__": name})  # noqa: S102 - this is what the file is for
+    runpy.run_path("program.py", run_name=name)
     sys.stdout.flush()
     Path("proof").write_text(proof)
 
