@@ -10,7 +10,6 @@ from kvcq.errors import InputError, visible
 from kvcq.models.load import LoadedModel
 from kvcq.pipeline.proof import Proof
 from kvcq.pipeline.requests import ServeRequest
-from kvcq.pipeline.result import aligned
 from kvcq.reports.text import plural, ranges, size
 from kvcq.runtime.layout import PAGE, kv_bytes_per_token, window_bytes
 from kvcq.spec.codec import CodecSpec
@@ -105,9 +104,9 @@ def startup_lines(
             f"BF16 holds {capacity.bf16_tokens}",
         ),
         ("context", f"{capacity.context} tokens a request"),
-        ("canary", f"{proof.statistic:.2f}: active"),
+        ("canary", f"{proof.statistic:.2f}, active"),
     ]
-    return aligned(rows)
+    return [f"{label}: {value}" for label, value in rows]
 
 
 def _layers(manifest: Manifest) -> list[str]:

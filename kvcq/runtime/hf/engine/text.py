@@ -8,8 +8,9 @@ from dataclasses import dataclass
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "�"
-# An unfinished UTF-8 character has up to three bytes, and some decoders write one replacement for each.
-LONGEST_HALF = 3
+# An unfinished UTF-8 character has up to three bytes. Some decoders write a replacement for each of them, and for the
+# up to four of the whole character before it.
+LONGEST_HALF = 7
 
 
 @dataclass(frozen=True)
