@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,7 @@ from kvcq.cli.server_options import (
     Server,
     Temperature,
     Timeout,
+    needle_options,
     refuse_mixed,
     run_servers,
     server_request,
@@ -156,7 +158,11 @@ def command(
     Example: kvcq validate --sweep windows=0/0,64/256 --stats stats/ --method nova --model MODEL --data heldout.txt
 
     Example: kvcq validate --server bf16=http://HOST:30000 --server nova=http://HOST:30001 --items gpqa.jsonl
+
+    Example: kvcq validate --server http://HOST:30000 --api completions --tasks needle --model MODEL
     """
+    from kvcq.pipeline.requests import ValidateRequest
+
     console = Console(json=json, quiet=quiet, verbose=verbose)
     chosen = task_fields(
         tasks=tasks,
@@ -172,14 +178,43 @@ def command(
         needle_items=needle_items,
         haystack=haystack,
     )
+
+    def measured(artifacts: Sequence[Path], model: str, data: Sequence[str]) -> ValidateRequest:
+        return ValidateRequest(
+            artifacts=tuple(artifacts),
+            model=model,
+            data=tuple(data),
+            out=out,
+            contexts=parse_lengths(contexts, "--contexts"),
+            passages=passages,
+            queries=queries,
+            gates=gates,
+            canary=None if canary else (),
+            template=choice(template, ("auto", "chat", "raw"), "--template"),  # type: ignore[arg-type]
+            chat_template=chat_template,
+            text_column=text_column,
+            device=device,
+            dtype=dtype,
+            device_map=device_map,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            strict=strict,
+            force=force,
+            dry_run=dry_run,
+            seed=seed,
+            **chosen,
+        )
+
     if server:
         refuse_mixed(True, {"FIT": bool(artifacts), "--data": bool(data), "--gates": gates is not None})
         refuse_mixed(True, {"--sweep": bool(sweep_axes), "--stats": stats is not None})
+        needles = needle_options(chosen["tasks"], model)
         request = server_request(
             server,
             served_model or (),
             items or (),
             body,
+            needles=measured((), model, ()) if needles and model else None,
             out=out,
             api=choice(api, ("chat", "completions"), "--api"),
             samples=samples,
@@ -216,34 +251,10 @@ def command(
         fix = "give artifacts, --model and --data, or --server"
         raise InputError(f"{missing} is missing", where="validate", fix=fix)
     from kvcq.errors import GateFailed
-    from kvcq.pipeline.requests import ValidateRequest
     from kvcq.pipeline.sweep import sweep
     from kvcq.pipeline.validate import ValidateResult, validate
 
-    own_request = ValidateRequest(
-        artifacts=found,
-        model=model,
-        data=tuple(data),
-        out=out,
-        contexts=parse_lengths(contexts, "--contexts"),
-        passages=passages,
-        queries=queries,
-        gates=gates,
-        canary=None if canary else (),
-        template=choice(template, ("auto", "chat", "raw"), "--template"),  # type: ignore[arg-type]
-        chat_template=chat_template,
-        text_column=text_column,
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        strict=strict,
-        force=force,
-        dry_run=dry_run,
-        seed=seed,
-        **chosen,
-    )
+    own_request = measured(found, model, data)
     swept = None
     if axes and stats is not None:
         swept = sweep_request(
