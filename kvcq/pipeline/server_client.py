@@ -175,7 +175,7 @@ class ServerClient:
         tries = "1 attempt" if self._retries == 0 else f"{self._retries + 1} attempts"
         if last.unreachable:
             raise UnavailableError(
-                f"no answer from {self.base}: {last.reason} in {tries}",
+                f"no answer from {self.base}: {last.reason}, in {tries}",
                 where=f"--server {self.name}, {item}",
                 fix="start the server, or correct the URL",
             )
