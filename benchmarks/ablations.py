@@ -129,7 +129,7 @@ def orders(groups: dict[str, list[ArtifactReport]], context: int) -> str:
             low, high = statistics.mean(a), statistics.mean(b)
             verdict = "as" if low < high else "differs from"
             apart = max(a) < min(b) or max(b) < min(a)
-            note = "" if apart else ", but the draws overlap"
+            note = (", one draw each" if len(a) == len(b) == 1 else "") if apart else ", but the draws overlap"
             lines.append(f"- {label}: {better} {low:.4f}, {worse} {high:.4f}: {verdict} the {paper} paper{note}")
     return "\n".join(lines)
 
