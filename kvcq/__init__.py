@@ -30,9 +30,11 @@ if TYPE_CHECKING:
         QuickstartRequest,
         ServeRequest,
         ServerRequest,
+        SweepRequest,
         ValidateRequest,
     )
     from kvcq.pipeline.serve import serve
+    from kvcq.pipeline.sweep import sweep
     from kvcq.pipeline.validate import validate
     from kvcq.pipeline.validate_server import validate_server
     from kvcq.runtime.hf.load import load_cache
@@ -44,6 +46,7 @@ _HOMES = {
     "serve": "pipeline.serve",
     "validate": "pipeline.validate",
     "validate_server": "pipeline.validate_server",
+    "sweep": "pipeline.sweep",
     "pack": "pipeline.pack",
     "quickstart": "pipeline.quickstart",
     "verify": "pipeline.inspect",
@@ -57,6 +60,7 @@ _HOMES = {
     "FitRequest": "pipeline.requests",
     "InspectRequest": "pipeline.requests",
     "ServerRequest": "pipeline.requests",
+    "SweepRequest": "pipeline.requests",
     "ValidateRequest": "pipeline.requests",
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
@@ -77,6 +81,7 @@ __all__ = [
     "QuickstartRequest",
     "ServeRequest",
     "ServerRequest",
+    "SweepRequest",
     "ValidateRequest",
     "__version__",
     "collect",
@@ -92,6 +97,7 @@ __all__ = [
     "pack",
     "quickstart",
     "serve",
+    "sweep",
     "validate",
     "validate_server",
     "verify",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from kvcq.reports import tables
+from kvcq.reports import tables, task_tables
 from kvcq.reports.layers import head_table, layer_table
 from kvcq.reports.summary import by_reason, gate_sentence
-from kvcq.reports.tables import Table
+from kvcq.reports.tables import Cell, Column, Group, Table
+from kvcq.reports.task_summary import task_clauses
 from kvcq.reports.templating import environment
 from kvcq.reports.text import clean, context_label, number, ranges, size
 from kvcq.spec.manifest import Manifest
@@ -55,6 +56,8 @@ def bundle_card(manifest: Manifest, row: ArtifactReport | None = None, command: 
         gates=[(markdown(gate_sentence(g)), number(g.value), g.passed) for g in manifest.validation.gates],
         worst_layers="" if row is None else markdown_table(layer_table(row, count=WORST)),
         worst_heads="" if row is None else markdown_table(head_table(row, WORST)),
+        tasks=[] if row is None else [(title, markdown_groups(table)) for title, table in _task_tables(row)],
+        task_sentence="" if row is None else markdown(", ".join(task_clauses(row.tasks))),
         command=_FENCE.sub("'", clean(command)),
         unfolded=[(numbers, markdown(reason)) for reason, numbers in _unfolded(manifest).items()],
         folded=sum(fold.fold for fold in manifest.folds),
@@ -66,6 +69,17 @@ def bundle_card(manifest: Manifest, row: ArtifactReport | None = None, command: 
     )  # fmt: skip
 
 
+def _task_tables(row: ArtifactReport) -> list[tuple[str, Table]]:
+    """Return (title, table) of every task that this row has results of."""
+    found = [
+        ("Perplexity", task_tables.perplexity_table([row])),
+        ("Needles found", task_tables.needle_table([row])),
+        ("Greedy tokens against BF16", task_tables.agreement_table([row])),
+        ("KL of the next token", task_tables.decode_kl_table([row])),
+    ]
+    return [(title, table) for title, table in found if table]
+
+
 def _unfolded(manifest: Manifest) -> dict[str, str]:
     return by_reason({fold.layer: fold.reason for fold in manifest.folds if not fold.fold})
 
@@ -74,6 +88,22 @@ def markdown(text: str) -> str:
     """Escape foreign text for one line of Markdown: no markup, HTML, link or table cell can start in it."""
     escaped = _SPECIAL.sub(r"\\\1", clean(text)).replace("\\<", "&lt;").replace("\\>", "&gt;").replace("\\&", "&amp;")
     return escaped.replace("://", ":\\//").replace("www.", "www\\.")
+
+
+def markdown_groups(table: Table) -> str:
+    """Draw a table whose rows are told apart by their group: its title, up to what was counted, comes first."""
+    if not any(group.title for group in table.groups):
+        return markdown_table(Table(table.columns[1:], tuple(_without_names(group) for group in table.groups)))
+    rows = tuple(
+        (Cell(group.title.split(" · ")[0].removeprefix("Context ")), *row[1:])
+        for group in table.groups
+        for row in group.rows
+    )
+    return markdown_table(Table((Column("Context"), *table.columns[1:]), (Group("", rows),)))
+
+
+def _without_names(group: Group) -> Group:
+    return Group(group.title, tuple(row[1:] for row in group.rows))
 
 
 def markdown_table(table: Table) -> str:

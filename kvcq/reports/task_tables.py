@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 
 from kvcq.reports.summary import is_reference
@@ -175,8 +175,8 @@ def depth_table(needle: NeedleScore) -> Table:
     return flat(columns, rows)
 
 
-def pairs_table(report: Report) -> Table:
-    """Paired tests between artifacts, in the order of the report."""
+def pairs_table(report: Report, about: Collection[str] | None = None) -> Table:
+    """Paired tests between artifacts, in the order of the report; only those of the rows named in `about`, if given."""
     columns = (
         Column("Task", numeric=False),
         Column("First", numeric=False),
@@ -199,6 +199,7 @@ def pairs_table(report: Report) -> Table:
             Cell(number(pair.p_value)),
         )
         for pair in report.pairs
+        if about is None or pair.first in about or pair.second in about
     ]
     return flat(columns, rows)
 

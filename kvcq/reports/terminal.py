@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvcq.reports import layers, tables, task_tables
 from kvcq.reports.stacked import Stacked
-from kvcq.reports.summary import closest, contexts, reproduction, verdict, warnings
+from kvcq.reports.summary import closest, contexts, is_reference, reproduction, verdict, warnings
 from kvcq.reports.sweep import sweep_sentence, sweep_table
 from kvcq.reports.tables import Cell, Table
 from kvcq.reports.task_settings import settings
@@ -25,6 +25,7 @@ from kvcq.spec.manifest import Manifest
 from kvcq.spec.report import Report
 
 WORST_LAYERS = 8
+PAIRS = 15
 _STYLES = {"": "", "best": "bold cyan", "pass": "green", "fail": "bold red", "muted": "dim"}
 _ASCII_HEAD = box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
 _BADGES = {"pass": ("PASS", "bold green"), "fail": ("FAIL", "bold red"), "measured": ("MEASURED", "bold cyan")}
@@ -94,7 +95,13 @@ def _tasks(write: _Writer, report: Report) -> None:
     write.table("Needles found by subtask", task_tables.subtask_table(rows))
     write.table("Greedy tokens against BF16", task_tables.agreement_table(rows))
     write.table("KL of the next token by context", task_tables.decode_kl_table(rows))
-    write.table("Exact McNemar tests on the same items, not corrected for many", task_tables.pairs_table(report))
+    about, best = None, closest(report)
+    if len(report.pairs) > PAIRS:
+        about = [row.name for row in rows if is_reference(row) or row is best]
+    write.table("Exact McNemar tests on the same items, not corrected for many", task_tables.pairs_table(report, about))
+    if about:
+        names = " or ".join(map(clean, about))
+        write.line((f"Only those with {names}; report.html has all {len(report.pairs)}.", "dim"))
     if asked := settings(report):
         write.heading("Settings of the tasks")
         for label, text in asked:
