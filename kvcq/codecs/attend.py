@@ -82,26 +82,30 @@ def attend(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     longest = max((tier.stop for tier in tiers), default=0)
     step = max(1, SCORE_ELEMENTS // (q.shape[0] * max(longest, 1)))
-    oldest = oldest.to(q.device)
+    shifted = softcap is not None or sinks is not None
     outputs = []
     for begin in range(0, q.shape[1], step):
         part = slice(begin, min(begin + step, q.shape[1]))
-        own = torch.arange(first + part.start, first + part.stop, device=q.device)
         bounds = oldest[part]
+        needed = _needed(tiers, int(bounds.min()), int(bounds.max()), first + part.stop)
         queries = q[:, part].to(dtype)
-        mapped, offset = codec.query(queries), codec.query_offset(queries)
+        mapped, offset = codec.query(queries), codec.query_offset(queries) if shifted else None
+        own = torch.arange(first + part.start, first + part.stop, device=q.device)
+        bounds = bounds.to(q.device, non_blocking=True)
         logits, values = [], []
-        for tier in _needed(tiers, int(bounds.min()), int(bounds.max()), int(own[-1]) + 1):
-            seen = _seen(tier, own, bounds)
+        for tier in needed:
+            scores = cap_logits(grouped_products(mapped, tier.keys.to(dtype)), offset, scaling, softcap)
+            # A single query reads all of what it needs.
+            seen = _seen(tier, own, bounds) if queries.shape[1] > 1 else None
             if visible is not None:
-                seen = seen & visible[part, tier.start : tier.stop]
-            products = grouped_products(mapped, tier.keys.to(dtype))
-            logits.append(cap_logits(products, offset, scaling, softcap).masked_fill_(~seen, -torch.inf))
+                shown = visible[part, tier.start : tier.stop]
+                seen = shown if seen is None else seen & shown
+            logits.append(scores if seen is None else scores.masked_fill_(~seen, -torch.inf))
             values.append(tier.values)
-        extra = [] if sinks is None else [sink_logits(sinks, offset, scaling, softcap)[..., None]]
+        extra = [] if sinks is None or offset is None else [sink_logits(sinks, offset, scaling, softcap)[..., None]]
         # nan_to_num: a padding query sees no key at all.
         weights = torch.softmax(torch.cat([*logits, *extra], -1), -1).nan_to_num_(0.0)
-        mixed = q.new_zeros(q.shape[0], own.shape[0], values[0].shape[-1], dtype=dtype)
+        mixed = q.new_zeros(*queries.shape[:2], values[0].shape[-1], dtype=dtype)
         start = 0
         for rows in values:
             mixed += grouped_mix(weights[..., start : start + rows.shape[1]], rows.to(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from kvcq.spec.codec import VQ_GROUP, CodebookDtype
 
@@ -70,5 +71,7 @@ def nearest(x: Tensor, words: Tensor) -> Tensor:
 
 
 def lookup(index: Tensor, words: Tensor) -> Tensor:
-    """Return the words [B, n, 4] float32 at index [B, n] of codebooks [B, words, 4]."""
-    return words.gather(1, index.long().unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    """Return rows [H, T, 4 G] float32 of the word indices [H, T, G] in codebooks [H, G, words, 4]."""
+    heads, groups, count, _ = words.shape
+    first = torch.arange(heads * groups, dtype=torch.int32, device=index.device).view(heads, 1, groups) * count
+    return embedding(index + first, words.reshape(-1, VQ_GROUP)).flatten(2)

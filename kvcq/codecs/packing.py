@@ -39,9 +39,13 @@ def pack2(codes: Tensor) -> Tensor:
     return p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)
 
 
-def unpack2(packed: Tensor) -> Tensor:
-    """Return the codes [..., d] uint8 of packed bytes [..., d/4] uint8."""
-    return torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
+def unpack2(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return the codes [..., d] of packed bytes [..., d/4] uint8, in `dtype`."""
+    width = packed.shape[-1]
+    codes = torch.empty(*packed.shape[:-1], CODES_PER_BYTE * width, dtype=dtype, device=packed.device)
+    for part in range(CODES_PER_BYTE):
+        codes[..., part * width : (part + 1) * width] = (packed >> (2 * part)) & 3
+    return codes
 
 
 def block_bytes(d_k: int, d_v: int, groups: int) -> int:
@@ -85,12 +89,17 @@ def write_tokens(views: tuple[Tensor, Tensor, Tensor], start: int, rows: tuple[T
         ValueError: shapes or dtypes that do not fit together.
     """
     tokens = rows[0].shape[1]
-    at = torch.arange(start, start + tokens, device=rows[0].device)
-    page, slot = at // PAGE_TOKENS, at % PAGE_TOKENS
+    page: Tensor | int
+    slot: Tensor | int
+    if tokens == 1:
+        page, slot = divmod(start, PAGE_TOKENS)
+    else:
+        at = torch.arange(start, start + tokens, device=rows[0].device)
+        page, slot = at // PAGE_TOKENS, at % PAGE_TOKENS
     for view, part in zip(views, rows, strict=True):
         if part.dtype != view.dtype or part.shape != (view.shape[1], tokens, *view.shape[3:]):
             raise ValueError(f"coded rows {part.dtype} {list(part.shape)} do not fit pages {list(view.shape)}")
-        view[page, :, slot] = part.transpose(0, 1)
+        view[page, :, slot] = part[:, 0] if tokens == 1 else part.transpose(0, 1)
 
 
 def read_tokens(views: tuple[Tensor, Tensor, Tensor], start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:

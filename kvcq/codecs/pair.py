@@ -135,10 +135,10 @@ class HeadCodec:
         back = _by_kv_head(o, None if self.v.dual is None else self.v.dual.mT)
         if self.v.offset is None:
             return back
-        heads = self.v.offset.shape[0]
-        weight = torch.ones(o.shape[:-1], dtype=back.dtype, device=o.device) if mass is None else mass.to(back.dtype)
         nu = self.v.offset.to(back.dtype).unsqueeze(1)
-        return back + (weight.reshape(heads, -1, 1) * nu).reshape(back.shape)
+        rows = back.reshape(nu.shape[0], -1, back.shape[-1])
+        shift = nu if mass is None else mass.to(back.dtype).reshape(nu.shape[0], -1, 1) * nu
+        return (rows + shift).reshape(back.shape)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -152,10 +152,7 @@ class SideCodec:
         if spec.quantizer == "none":
             return encoded.codes
         if self.words is not None:
-            heads, tokens, groups = encoded.codes.shape
-            index = encoded.codes.transpose(1, 2).reshape(heads * groups, tokens)
-            found = lookup(index, self.words.flatten(0, 1)).reshape(heads, groups, tokens, VQ_GROUP)
-            return found.transpose(1, 2).flatten(2) * encoded.scale.float()
+            return lookup(encoded.codes, self.words).mul_(encoded.scale.float())
         codes = unpack2(encoded.codes) if spec.bits == 2 else encoded.codes
         if self.levels is not None:
             return decode_levels(codes, encoded.scale, encoded.bias, self.levels, self.bounds)

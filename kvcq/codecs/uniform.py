@@ -73,7 +73,11 @@ def _lloyd(x: Tensor, step: float) -> tuple[Tensor, Tensor]:
 
 def decode_uniform(codes: Tensor, scale: Tensor, bias: Tensor, metadata: Metadata = "fp16-bias") -> Tensor:
     """Return rows [..., d] float32 of codes [..., d]: scale * code + bias, or (code - zero) * scale."""
-    grouped = codes.float().unflatten(-1, (scale.shape[-1], -1))
+    rows = codes.to(torch.float32, copy=True)
+    grouped = rows.unflatten(-1, (scale.shape[-1], -1))
     step, offset = scale.float().unsqueeze(-1), bias.float().unsqueeze(-1)
-    value = grouped * step + offset if metadata == "fp16-bias" else (grouped - offset) * step
-    return value.flatten(-2)
+    if metadata == "fp16-bias":
+        grouped.mul_(step).add_(offset)
+    else:
+        grouped.sub_(offset).mul_(step)
+    return rows

@@ -21,7 +21,8 @@ def test_argmax_form_is_the_nearest_neighbour(seed: int, count: int, rows: int) 
     distance = (x[:, :, None].double() - words[:, None].double()).square().sum(-1)
     found = distance.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found, distance.amin(-1), atol=1e-5, rtol=1e-6)
-    assert torch.equal(lookup(index, words), torch.stack([w[i.long()] for w, i in zip(words, index, strict=True)]))
+    words_of = lookup(index.mT[None], words[None])[0].unflatten(1, (-1, 4)).transpose(0, 1)
+    assert torch.equal(words_of, torch.stack([w[i.long()] for w, i in zip(words, index, strict=True)]))
 
 
 def test_ties_take_the_lowest_index() -> None:

@@ -192,15 +192,9 @@ class QuantizedLayer(CacheLayerMixin):
                 where=f"layer {self.geometry.layer}",
                 fix="cut the forwards where the chunks begin, or use mode simulate",
             )
-        k_new, v_new = codec.key_frame(keys), codec.value_frame(values)
-        recent = k_new, v_new
-        if low < first:
-            # Read before `append`, which may overwrite the ring.
-            k_old, v_old = request.exact(low, first)
-            recent = torch.cat([k_old.to(k_new.dtype), k_new], 1), torch.cat([v_old.to(v_new.dtype), v_new], 1)
-        request.append(k_new, v_new)
+        recent = request.extend(codec.key_frame(keys), codec.value_frame(values), low)
         stop = request.length
-        tiers = [Tier("recent", min(low, first), *recent).cut(low, stop)]
+        tiers = [Tier("recent", low, *recent)]
         if sink:
             tiers.append(Tier("sink", 0, *request.exact(0, min(sink, stop))))
         if sink < min(high, stop):

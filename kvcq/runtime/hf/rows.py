@@ -47,18 +47,40 @@ class RequestRows(ABC):
     Attributes:
         length: Tokens stored.
         held: Oldest position behind the sinks whose exact row is still there.
-        clamped: Values beyond the float16 range that the codec clamped.
     """
 
     def __init__(self, codec: HeadCodec, windows: Windows, shape: Shape) -> None:
         self.codec, self.windows, self.shape = codec, windows, shape
         self.length = 0
         self.held = 0
-        self.clamped = 0
+        self._clamped = torch.zeros((), dtype=torch.int64, device=shape.device)
+
+    @property
+    def clamped(self) -> int:
+        """How many values beyond the float16 range the codec clamped."""
+        return int(self._clamped)
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Store frame rows ``[H, t, d]`` of the next t tokens."""
+
+    def extend(self, keys: Tensor, values: Tensor, oldest: int) -> Pair:
+        """Append rows as `append` does and return the exact rows from position `oldest` on, the new ones included."""
+        first = self.length
+        if self.lost(first + keys.shape[1]) <= oldest:
+            self.append(keys, values)
+            return self.exact(oldest, self.length)
+        # They do not all fit: copy what the new ones will overwrite.
+        before, new = self.exact(min(oldest, first), first), max(oldest - first, 0)
+        k, v = (
+            torch.cat([old, rows[:, new:].to(old.dtype)], 1) for old, rows in zip(before, (keys, values), strict=True)
+        )
+        self.append(keys, values)
+        return k, v
+
+    @abstractmethod
+    def lost(self, length: int) -> int:
+        """Return before which position exact rows behind the sinks are overwritten once `length` tokens are stored."""
 
     @abstractmethod
     def exact(self, start: int, stop: int) -> Pair:
@@ -127,28 +149,35 @@ class PackedRows(RequestRows):
         """Code the rows into pages; copy those of sinks and the last W + 64 into the exact tiers."""
         first, stop = self.length, self.length + keys.shape[1]
         k, v = self.codec.encode_keys(keys), self.codec.encode_values(values)
-        self.clamped += int(k.clamped) + int(v.clamped)
+        self._clamped = self._clamped + k.clamped + v.clamped
         missing = -(-stop // PAGE_TOKENS) - self.pages.shape[0]
         if missing > 0:
             self.pages = torch.cat([self.pages, self.pages.new_zeros(missing, *self.pages.shape[1:])])
         write_tokens(self._views(), first, (k.codes, v.codes, affine_words(k, v)))
         ring = self.ring[0].shape[1]
         newest = max(first, stop - ring)
-        at = torch.arange(newest, stop, device=keys.device) % ring
         sinks = min(self.windows.sink, stop)
         for rows, sink, recent in zip((keys, values), self.sinks, self.ring, strict=True):
-            recent[:, at] = rows[:, newest - first :].to(recent.dtype)
+            taken = newest - first
+            for span in spans(newest, stop, ring):
+                recent[:, span] = rows[:, taken : taken + span.stop - span.start]
+                taken += span.stop - span.start
             if first < sinks:
-                sink[:, first:sinks] = rows[:, : sinks - first].to(sink.dtype)
+                sink[:, first:sinks] = rows[:, : sinks - first]
         self.length = stop
-        self.held = max(self.held, stop - ring)
+        self.held = max(self.held, self.lost(stop))
+
+    def lost(self, length: int) -> int:
+        """Return the tokens that the ring cannot hold."""
+        return length - self.ring[0].shape[1]
 
     def exact(self, start: int, stop: int) -> Pair:
         """Read sink rows, or rows of the ring."""
         if stop <= self.windows.sink:
             return self.sinks[0][:, start:stop], self.sinks[1][:, start:stop]
-        at = torch.arange(start, stop, device=self.ring[0].device) % self.ring[0].shape[1]
-        return self.ring[0][:, at], self.ring[1][:, at]
+        parts = spans(start, stop, self.ring[0].shape[1])
+        keys, values = ([rows[:, span] for span in parts] for rows in self.ring)
+        return (keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
 
     def decoded(self, start: int, stop: int) -> Pair:
         """Unpack and decode pages."""
@@ -204,6 +233,10 @@ class SimulatedRows(RequestRows):
                 hats[:, start:stop] = side.hat(rows[:, start:stop].to(keys.dtype), positions)
         self.length = stop
 
+    def lost(self, length: int) -> int:
+        """Return 0: every row is kept."""
+        return 0
+
     def exact(self, start: int, stop: int) -> Pair:
         """Read the rows as they came."""
         return self.rows[0][:, start:stop], self.rows[1][:, start:stop]
@@ -228,3 +261,10 @@ class SimulatedRows(RequestRows):
     def _own(self) -> None:
         self.rows = (self.rows[0].clone(), self.rows[1].clone())
         self.hats = (self.hats[0].clone(), self.hats[1].clone())
+
+
+def spans(start: int, stop: int, ring: int) -> list[slice]:
+    """Return where positions [start, stop), at most `ring` of them, lie in a ring: one run, or two around its end."""
+    first = start % ring
+    last = first + stop - start
+    return [slice(first, last)] if last <= ring else [slice(first, ring), slice(0, last - ring)]
