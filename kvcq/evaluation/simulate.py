@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcq.codecs.attend import cap_logits, sink_logits
 from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.windows import oldest_by_query, oldest_served
-from kvcq.evaluation.rows import mixed_rows
+from kvcq.evaluation.rows import mixed_rows, wide
 from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
 
@@ -72,7 +72,8 @@ def simulated_attention(
         sinks: Learned sink logits ``[Hq]``, a share of the softmax without a value.
 
     Returns:
-        Attention outputs ``[Hq, Tq, dv]`` in the original frame and in the dtype of `q`; computed in float32.
+        Attention outputs ``[Hq, Tq, dv]`` in the original frame and in the dtype of `q`; computed in float32, or in
+        float64 for float64 queries.
     """
     exact, visible = exact.to(q.device), visible.to(q.device)
     coded = (visible & ~exact).any(0).nonzero()
@@ -84,9 +85,9 @@ def simulated_attention(
     outputs = []
     for begin in range(0, q.shape[1], step):
         part = slice(begin, begin + step)
-        queries = q[:, part].float()
+        queries = q[:, part].to(wide(q))
         offset = codec.query_offset(queries)
-        products = rows.products(codec.query(queries).float(), exact[part])
+        products = rows.products(codec.query(queries), exact[part])
         logits = cap_logits(products, offset, scaling, softcap).masked_fill_(~visible[part], -torch.inf)
         mass = None
         if sinks is None:
