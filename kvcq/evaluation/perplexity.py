@@ -23,6 +23,7 @@ from kvcq.evaluation.statistics import RESAMPLES, bootstrap
 from kvcq.spec.tasks import PerplexityScore
 
 SCORE_FROM = 0.5
+BLOCK = 64
 # exp of a larger loss is beyond float64; such a model is broken in any case.
 LARGEST_LOSS = 700.0
 
@@ -75,8 +76,8 @@ def measure_perplexity(
 ) -> list[tuple[PerplexityScore, ...]]:
     """Measure every runner on the same passages, one tuple of scores (by ascending context) a runner.
 
-    The bootstrap draws scored chunks of all passages with replacement: the tokens of one forward are dependent, so
-    single tokens would give intervals that are too narrow.
+    The bootstrap draws blocks of about 64 consecutive scored tokens of all passages with replacement: neighbouring
+    tokens are dependent, so single tokens would give intervals that are too narrow.
 
     Args:
         runners: The BF16 reference first.
@@ -98,8 +99,7 @@ def measure_perplexity(
             with item(f"perplexity of {runner.name}, passage {number}"):
                 own.append(read_passage(runner, passage[: contexts[-1]], first_scored(contexts[0]), chunking))
             progress(sum(map(len, readings)), total)
-    spans = chunking.spans(contexts[-1] - 1)
-    sums = [[chunk_sums(own, context, spans) for context in contexts] for own in readings]
+    sums = [[block_sums(own, context) for context in contexts] for own in readings]
     return [
         tuple(
             _score(context, len(passages), *mine, exact[0], seed, resamples)
@@ -109,20 +109,17 @@ def measure_perplexity(
     ]
 
 
-def chunk_sums(readings: Sequence[Reading], context: int, spans: Sequence[tuple[int, int]]) -> tuple[Losses, Losses]:
-    """Return (summed loss, tokens) of every forward's scored tokens of all passages, each ``[chunks]``.
+def block_sums(readings: Sequence[Reading], context: int) -> tuple[Losses, Losses]:
+    """Return (summed loss, tokens) of the blocks of all passages' scored tokens at a context, each ``[blocks]``.
 
-    Args:
-        readings: Of the passages.
-        context: Tokens scored are those of its second half.
-        spans: Ranges of the forwards; one that begins at `start` predicts the tokens from `start` + 1 on.
+    A passage is cut into blocks of equal length, up to one token: as many as fit with 64 tokens each.
     """
     first = first_scored(context)
-    scored = [(max(start + 1, first), min(stop + 1, context)) for start, stop in spans]
-    scored = [(begin, end) for begin, end in scored if begin < end]
-    sums = [math.fsum(own.losses[begin - own.first : end - own.first]) for own in readings for begin, end in scored]
-    counts = [end - begin for begin, end in scored] * len(readings)
-    return np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+    count = max(1, (context - first) // BLOCK)
+    parts = [
+        part for own in readings for part in np.array_split(own.losses[first - own.first : context - own.first], count)
+    ]
+    return np.asarray([math.fsum(part) for part in parts]), np.asarray([len(part) for part in parts], np.float64)
 
 
 def _score(
@@ -143,6 +140,6 @@ def _score(
         interval=own,
         ratio=math.exp((loss - reference) / tokens),
         ratio_interval=ratio,
-        chunk_nll=tuple(float(value) for value in losses),
-        chunk_tokens=tuple(int(value) for value in counts),
+        block_nll=tuple(float(value) for value in losses),
+        block_tokens=tuple(int(value) for value in counts),
     )

@@ -32,11 +32,11 @@ class PerplexityScore(SpecModel):
         tokens: Tokens scored, all passages together.
         nll: Summed negative log-likelihood of them, nats.
         perplexity: exp(nll / tokens).
-        interval: Of the perplexity, chunks resampled.
+        interval: Of the perplexity, blocks of scored tokens resampled.
         ratio: Perplexity over that of the BF16 reference.
-        ratio_interval: Of the ratio, the same chunks resampled on both sides.
-        chunk_nll: Loss of each scored chunk in order, nats, for other resamplings.
-        chunk_tokens: Tokens of each scored chunk.
+        ratio_interval: Of the ratio, the same blocks resampled on both sides.
+        block_nll: Loss of each block of about 64 consecutive scored tokens, nats, for other resamplings.
+        block_tokens: Tokens of each block.
     """
 
     context: int = Field(ge=1)
@@ -47,8 +47,8 @@ class PerplexityScore(SpecModel):
     interval: Interval
     ratio: float
     ratio_interval: Interval
-    chunk_nll: tuple[float, ...]
-    chunk_tokens: tuple[int, ...]
+    block_nll: tuple[float, ...]
+    block_tokens: tuple[int, ...]
 
 
 class NeedleCell(SpecModel):

@@ -164,8 +164,8 @@ def scored(name: str, ratio: float) -> ArtifactReport:
             interval=interval,
             ratio=ratio,
             ratio_interval=interval,
-            chunk_nll=(1.0,),
-            chunk_tokens=(10,),
+            block_nll=(1.0,),
+            block_tokens=(10,),
         )
         for context in (2048, 4096)
     )

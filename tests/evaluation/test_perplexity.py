@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcq.errors import EvaluationError
-from kvcq.evaluation.perplexity import Reading, chunk_sums, first_scored, measure_perplexity, read_passage
+from kvcq.evaluation.perplexity import Reading, block_sums, first_scored, measure_perplexity, read_passage
 from kvcq.evaluation.session import Chunking
 from kvcq.models.library import forward
 from tests.evaluation.sessions import PlainRunner, passages, quiet, scaled
@@ -30,16 +30,16 @@ def test_chunked_losses_of_an_exact_cache_are_those_of_one_pass(chunk, first):
 
 
 def test_all_contexts_come_from_one_reading_and_score_their_second_half():
-    model, texts = tiny_model("llama"), passages(2, 96)
+    model, texts = tiny_model("llama"), passages(2, 192)
     runner = PlainRunner(model=model)
-    (scores,) = measure_perplexity([runner], texts, [96, 48], chunking=Chunking(16), progress=quiet)
-    assert runner.forwards == 2 * 6
-    for score, context in zip(scores, (48, 96), strict=True):
+    (scores,) = measure_perplexity([runner], texts, [192, 96], chunking=Chunking(16), progress=quiet)
+    assert runner.forwards == 2 * 12
+    for score, context in zip(scores, (96, 192), strict=True):
         losses = np.concatenate([one_pass(model, text[:context], context // 2) for text in texts])
         assert (score.context, score.passages, score.tokens) == (context, 2, len(losses))
         assert score.nll == pytest.approx(losses.sum(), rel=1e-5)
         assert score.perplexity == pytest.approx(exp(losses.mean()), rel=1e-5)
-        assert sum(score.chunk_tokens) == score.tokens and sum(score.chunk_nll) == pytest.approx(score.nll)
+        assert sum(score.block_tokens) == score.tokens and sum(score.block_nll) == pytest.approx(score.nll)
         assert score.interval.low < score.perplexity < score.interval.high
 
 
@@ -62,13 +62,13 @@ def test_the_same_seed_gives_the_same_scores():
     assert first == again
 
 
-def test_chunks_partition_the_scored_tokens():
-    reading = Reading(10, np.arange(10, 100, dtype=np.float64))
-    for context, chunk, cached in ((100, 16, None), (64, 7, 23), (33, 100, None), (20, 1, None), (100, 16, 50)):
-        sums, counts = chunk_sums([reading], context, Chunking(chunk, cached).spans(99))
-        first = first_scored(context)
-        assert counts.sum() == context - first and sums.sum() == sum(range(first, context))
-        assert counts.max() <= chunk
+@pytest.mark.parametrize("context, blocks", [(100, 1), (256, 2), (400, 3), (20, 1), (1000, 7)])
+def test_blocks_partition_the_scored_tokens_evenly(context, blocks):
+    readings = [Reading(10, np.arange(10, 1000, dtype=np.float64))] * 2
+    sums, counts = block_sums(readings, context)
+    first = first_scored(context)
+    assert len(counts) == 2 * blocks and counts.max() - counts.min() <= 1
+    assert counts.sum() == 2 * (context - first) and sums.sum() == 2 * sum(range(first, context))
 
 
 def test_a_token_that_is_not_finite_names_runner_passage_and_position():
