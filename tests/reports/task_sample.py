@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from itertools import combinations
@@ -45,8 +46,8 @@ def perplexity(context: int, kl: float) -> PerplexityScore:
     value = 14.2 * (2048 / context) ** 0.1 * ratio
     return PerplexityScore(
         context=context, passages=4, tokens=2 * context, nll=2 * context * math.log(value), perplexity=value,
-        interval=around(value), ratio=ratio, ratio_interval=around(ratio, 0.01), chunk_nll=(900.5,),
-        chunk_tokens=(512,),
+        interval=around(value), ratio=ratio, ratio_interval=around(ratio, 0.01), block_nll=(900.5,),
+        block_tokens=(512,),
     )  # fmt: skip
 
 
@@ -134,7 +135,16 @@ def pairs(rows: list[ArtifactReport]) -> tuple[PairTest, ...]:
     return tuple(found)
 
 
+@functools.cache
+def many_report() -> Report:
+    """Twenty methods side by side, with few layers each so that rendering them is quick."""
+    report = task_report(MANY)
+    rows = [row.model_copy(update={"layers": row.layers[:3]}) for row in report.artifacts]
+    return report.model_copy(update={"artifacts": tuple(rows)})
+
+
 def task_report(methods: dict[str, float] | None = None, *, attention: bool = True, gated: bool = False) -> Report:
+    """The sample report with every task, of the sample's methods or of others given with their KL."""
     methods = METHODS if methods is None else methods
     rows = [reference().model_copy(update={"tasks": scores(0.0)})]
     rows += [
