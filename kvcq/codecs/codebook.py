@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from kvcq.spec.codec import VQ_GROUP, CodebookDtype
 
@@ -74,4 +73,10 @@ def lookup(index: Tensor, words: Tensor) -> Tensor:
     """Return rows [H, T, 4 G] float32 of the word indices [H, T, G] in codebooks [H, G, words, 4]."""
     heads, groups, count, _ = words.shape
     first = torch.arange(heads * groups, dtype=torch.int32, device=index.device).view(heads, 1, groups) * count
-    return embedding(index + first, words.reshape(-1, VQ_GROUP)).flatten(2)
+    # A word of 16 bytes is one element: the copy is several times that of rows of four.
+    elements = words.reshape(-1, VQ_GROUP).view(torch.complex128).flatten()
+    return (
+        elements.index_select(0, (index + first).flatten())
+        .view(torch.float32)
+        .view(*index.shape[:2], VQ_GROUP * groups)
+    )
