@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +52,16 @@ def task_fields(
         "needle_lengths": None if needle_lengths is None else parse_lengths(needle_lengths, "--needle-lengths"),
         "needle_depths": tuple(_percent(item) for item in needle_depths.split(",")),
     }
+
+
+def lm_eval_line(artifacts: Sequence[Path], model: str) -> str:
+    """Return the command that goes on with lm-eval's generative tasks, on the first bundle measured."""
+    bundle = next((path for path in artifacts if path.suffix == ".kvcq"), None)
+    name = "NAME.kvcq" if bundle is None else str(bundle)
+    arguments = shlex.quote(f"pretrained={model},bundle={name}")
+    command = f"python -m kvcq.runtime.hf.lm_eval run --model kvcq --model_args {arguments} --tasks gsm8k"
+    needs = "kvcq[eval]" if bundle is not None else "kvcq[eval] and a bundle of kvcq pack"
+    return f"to go on with lm-eval's generative tasks (needs {needs}): {command}"
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ from kvcq.cli.task_options import (
     NewTokens,
     Semantics,
     Tasks,
+    lm_eval_line,
     task_fields,
 )
 from kvcq.cli.values import parse_lengths
@@ -275,6 +276,8 @@ def command(
         console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())
         return
     console.report(result.report, f"report: {result.path / 'report.html'}", result.payload())
+    if result.report.tasks is not None:
+        console.note(lm_eval_line(found, model))
     if result.failed_gates:
         raise GateFailed(
             f"{len(result.failed_gates)} of {len(result.report.gates)} gates failed",

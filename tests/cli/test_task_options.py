@@ -53,6 +53,21 @@ def test_a_gate_on_perplexity_decides_the_exit_code(
     assert (tmp_path / "r" / "report.json").exists()
 
 
+def test_a_run_of_tasks_ends_with_the_command_that_goes_on_with_lm_eval(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit = words(world, tmp_path / "a", "--tasks", "perplexity", "--chunk", "80")
+    bundle = [str(world.folder / "nova.kvcq") if word == str(world.fits["oscar"]) else word for word in fit]
+    found = []
+    for number, arguments in enumerate((fit, bundle)):
+        arguments[arguments.index("--out") + 1] = str(tmp_path / str(number))
+        assert execute(arguments) == 0
+        found.append(capsys.readouterr().err.splitlines()[-1])
+    start = "python -m kvcq.runtime.hf.lm_eval run --model kvcq --model_args"
+    assert f"{start} pretrained={world.model},bundle=NAME.kvcq --tasks gsm8k" in found[0]
+    assert f"{start} pretrained={world.model},bundle={world.folder / 'nova.kvcq'} --tasks gsm8k" in found[1]
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
