@@ -10,7 +10,6 @@ from starlette.concurrency import run_in_threadpool
 
 from kvcq.runtime.hf.api import errors
 from kvcq.runtime.hf.api.body import BodyLimit
-from kvcq.runtime.hf.api.errors import ApiError
 from kvcq.runtime.hf.api.forms import ChatForm, CompletionForm
 from kvcq.runtime.hf.api.metrics import CONTENT_TYPE
 from kvcq.runtime.hf.api.responder import Outcome
@@ -60,7 +59,7 @@ def _install_answers(app: FastAPI, service: Service) -> None:
         options = body.chat_template_kwargs
         thinking = bool(options and options.enable_thinking)
         turns = [message.plain() for message in body.messages]
-        ids = await run_in_threadpool(_render, service, turns, thinking)
+        ids = await run_in_threadpool(service.words.render, turns, thinking)
         given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         most = max(min(CHAT_TOKENS, service.about.context - len(ids)), 1) if given is None else given
         service.check_length(ids, most, "messages")
@@ -116,13 +115,6 @@ def _read_prompts(service: Service, body: CompletionBody) -> tuple[list[tuple[li
         service.check_length(ids, most, "prompt")
         read.append((ids, prompt if isinstance(prompt, str) else service.words.show(ids)))
     return read, most
-
-
-def _render(service: Service, turns: list[dict[str, Any]], thinking: bool) -> list[int]:
-    try:
-        return service.words.render(turns, thinking)
-    except UnicodeError:
-        raise ApiError(400, "the messages are not valid Unicode", param="messages") from None
 
 
 def _ask(

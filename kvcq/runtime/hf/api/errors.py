@@ -69,6 +69,10 @@ def install(app: FastAPI) -> None:
         name = ".".join(path) or None
         return ApiError(400, visible(f"{name or 'body'}: {first['msg']}"), param=name).response()
 
+    @app.exception_handler(UnicodeError)
+    async def _unicode(_: Request, error: UnicodeError) -> JSONResponse:
+        return ApiError(400, "the body is not valid Unicode").response()
+
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:
         return ApiError(500, visible(f"unexpected {type(error).__name__}: {error}"), code="internal").response()

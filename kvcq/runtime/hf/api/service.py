@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,12 +40,22 @@ class Words:
         self._encode, self._render, self._decode, self._show = encode, render, decode, show
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt.
+
+        Raises:
+            UnicodeError: half a surrogate pair, which JSON can write and no tokenizer reads.
+        """
+        text.encode()
         with self._lock:
             return self._encode(text)
 
     def render(self, messages: list[dict[str, Any]], thinking: bool) -> list[int]:
-        """Return the token ids of a conversation."""
+        """Return the token ids of a conversation.
+
+        Raises:
+            UnicodeError: as in `encode`.
+        """
+        json.dumps(messages, ensure_ascii=False).encode()
         with self._lock:
             return self._render(messages, thinking)
 
