@@ -83,20 +83,25 @@ def compare(
     return tuple(tests)
 
 
-def score_warnings(servers: Sequence[ServerScores], samples: int, temperature: float, items: int) -> list[str]:
+def score_warnings(
+    servers: Sequence[ServerScores], judged: Sequence[JudgedAnswer], samples: int, temperature: float, items: int
+) -> list[str]:
     """Say what makes the scores less than they seem."""
     found = []
     for server in servers:
         for row in server.tasks:
             if row.truncated:
                 found.append(
-                    f"{server.name}: {row.truncated} of {row.answers} answers to {row.task} were cut by --max-tokens; "
-                    "they count as they stand"
+                    f"{server.name}: {row.truncated} of {row.answers} answers to {row.task} were cut by their token "
+                    "limit; they count as they stand"
                 )
             if row.not_found:
                 found.append(f"{server.name}: no answer could be read out of {row.not_found} texts of {row.task}")
     if samples > 1 and temperature == 0:
         found.append("temperature 0 makes the samples of an item equal, except for what a server does not repeat")
+    elif samples > 1:
+        for name in _repeating(judged):
+            found.append(f"{name}: all samples of every item are equal; does the server take seed and temperature?")
     if items < FEW_ITEMS:
         found.append(f"{items} items: differences of fewer than several items mean nothing")
     return found
@@ -117,6 +122,14 @@ def _task_result(task: str, items: Sequence[Sequence[JudgedAnswer]], seed: int) 
         answers=len(answers),
         completion_tokens=sum(counts) / len(counts) if len(counts) == len(answers) else None,
     )
+
+
+def _repeating(judged: Sequence[JudgedAnswer]) -> list[str]:
+    """Return the servers whose answers to an item never differ."""
+    texts: dict[str, dict[tuple[str, str], set[str]]] = {}
+    for answer in judged:
+        texts.setdefault(answer.server, {}).setdefault((answer.task, answer.item), set()).add(answer.text)
+    return [name for name, items in texts.items() if all(len(found) == 1 for found in items.values())]
 
 
 def _votes(answers: Sequence[JudgedAnswer]) -> list[list[bool]]:

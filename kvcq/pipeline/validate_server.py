@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvcq.artifacts.answer_log import AnswerLog
@@ -89,8 +89,10 @@ def run_questions(request: ServerRequest, questions: Sequence[Question], reporte
     models = run_async(
         find_models(_clients(request, names, key, retries=min(1, request.retries)), _wanted(request, names))
     )
+    labels = {name: _label(model) for name, model in models.items()}
     if names == [UNNAMED]:
-        names, models = [models[UNNAMED]], {models[UNNAMED]: models[UNNAMED]}
+        names = [labels[UNNAMED]]
+        models, labels = {names[0]: models[UNNAMED]}, {names[0]: names[0]}
     if request.dry_run:
         return ServerResult(None, None)
 
@@ -108,21 +110,21 @@ def run_questions(request: ServerRequest, questions: Sequence[Question], reporte
         for name, model in models.items()
     }
     try:
-        kept = log.open(ScoresPlan(servers=models, tasks=tasks, sampling=sampling))
+        kept = log.open(ScoresPlan(servers=labels, tasks=tasks, sampling=sampling))
         jobs = all_jobs(names, questions, request.samples)
         clients = _clients(request, names, key, retries=request.retries)
         answers = gather_answers(clients, jobs, wishes, sampling, request.concurrency, log, kept, reporter)
     finally:
         log.close()
     judged = judge(questions, answers, request.code_timeout, reporter)
-    servers = server_scores(models, tasks, judged, request.samples, request.seed)
+    servers = server_scores(labels, tasks, judged, request.samples, request.seed)
     report = ScoresReport(
         sampling=sampling,
         tasks=tasks,
         servers=servers,
-        pairs=compare(models, tasks, judged),
+        pairs=compare(labels, tasks, judged),
         resamples=RESAMPLES,
-        warnings=tuple(score_warnings(servers, request.samples, request.temperature, len(questions))),
+        warnings=tuple(score_warnings(servers, judged, request.samples, request.temperature, len(questions))),
         versions=_versions(),
         command=_command(request, names),
     )
@@ -131,6 +133,7 @@ def run_questions(request: ServerRequest, questions: Sequence[Question], reporte
     info: dict[str, Any] = {
         "seconds": round(time.monotonic() - started, 1),
         "urls": {name: url for name, (_, url) in zip(names, request.servers, strict=True)},
+        "models": dict(models),
         "resumed": len(kept),
     }
     report = write_scores(request.out, report, judged, render_scores(report), info, force=request.force)
@@ -172,6 +175,11 @@ def _key(path: Path | None) -> str | None:
     if not key or not key.isprintable():
         raise InputError("not a key", where="--api-key-file", fix="write the key alone into the file")
     return key
+
+
+def _label(model: str) -> str:
+    """Return how the report calls a model: servers may name it by its path, of which only the end is recorded."""
+    return PurePath(model).name if PurePath(model).is_absolute() else model
 
 
 def _wanted(request: ServerRequest, names: Sequence[str]) -> dict[str, str]:

@@ -205,6 +205,23 @@ def test_a_dry_run_reaches_the_servers_and_writes_nothing(items: Path, tmp_path:
         run({"A": a}, items, tmp_path / "report", dry_run=True)
 
 
+def test_a_server_that_repeats_itself_is_told(items: Path, tmp_path: Path) -> None:
+    with serve(adds) as a, serve(forgets) as b:
+        result = run({"A": a, "B": b}, items, tmp_path / "report", samples=3, temperature=1.0)
+    told = [line for line in result.report.warnings if "seed and temperature" in line]
+    assert len(told) == 1 and told[0].startswith("A:")
+
+
+def test_a_model_that_is_a_path_leaves_only_its_name(items: Path, tmp_path: Path) -> None:
+    with serve(adds, models=("/home/me/models/tiny-8b",)) as a:
+        result = run({"": a}, items, tmp_path / "report")
+    assert {request["model"] for request in a.requests} == {"/home/me/models/tiny-8b"}
+    assert result.report.servers[0].name == result.report.servers[0].model == "tiny-8b"
+    assert "/home/me" not in "".join(
+        (tmp_path / "report" / name).read_text() for name in ("scores.json", "scores.html")
+    )
+
+
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"prompt": "?", "answers": ["a"], "metric": "exact"}))
