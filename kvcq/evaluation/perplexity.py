@@ -24,6 +24,7 @@ from kvcq.spec.tasks import PerplexityScore
 
 SCORE_FROM = 0.5
 BLOCK = 64
+LEAST_BLOCKS = 8
 # exp of a larger loss is beyond float64; such a model is broken in any case.
 LARGEST_LOSS = 700.0
 
@@ -112,10 +113,11 @@ def measure_perplexity(
 def block_sums(readings: Sequence[Reading], context: int) -> tuple[Losses, Losses]:
     """Return (summed loss, tokens) of the blocks of all passages' scored tokens at a context, each ``[blocks]``.
 
-    A passage is cut into blocks of equal length, up to one token: as many as fit with 64 tokens each.
+    A passage is cut into blocks of equal length, up to one token: as many as fit with 64 tokens each, and at least 8,
+    as a single block would pass for certainty.
     """
     first = first_scored(context)
-    count = max(1, (context - first) // BLOCK)
+    count = min(max(LEAST_BLOCKS, (context - first) // BLOCK), context - first)
     parts = [
         part for own in readings for part in np.array_split(own.losses[first - own.first : context - own.first], count)
     ]

@@ -62,9 +62,9 @@ def test_the_same_seed_gives_the_same_scores():
     assert first == again
 
 
-@pytest.mark.parametrize("context, blocks", [(100, 1), (256, 2), (400, 3), (20, 1), (1000, 7)])
+@pytest.mark.parametrize("context, blocks", [(100, 8), (256, 8), (400, 8), (10, 5), (1000, 8), (1280, 10)])
 def test_blocks_partition_the_scored_tokens_evenly(context, blocks):
-    readings = [Reading(10, np.arange(10, 1000, dtype=np.float64))] * 2
+    readings = [Reading(5, np.arange(5, 1280, dtype=np.float64))] * 2
     sums, counts = block_sums(readings, context)
     first = first_scored(context)
     assert len(counts) == 2 * blocks and counts.max() - counts.min() <= 1
