@@ -82,7 +82,7 @@ def serve(
         UnavailableError: the extra is not installed.
     """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
-        raise UnavailableError(f"{missing[0]} is not installed", where="serve", fix="pip install 'kvcq[serve]'")
+        raise UnavailableError(f"serving needs {missing[0]}", where="serve", fix="pip install 'kvcq[serve]'")
     from kvcq.runtime.hf.api.server import bind, url_of
 
     if request.threads is not None:

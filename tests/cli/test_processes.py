@@ -15,7 +15,20 @@ import pytest
 from tests.chain import World, bare_environment, python
 
 KVCQ = ("-c", "from kvcq.cli.main import run; run()")
-VERBS = ("quickstart", "collect", "merge", "fit", "validate", "pack", "inspect", "verify", "diff", "methods", "env")
+VERBS = (
+    "quickstart",
+    "collect",
+    "merge",
+    "fit",
+    "validate",
+    "pack",
+    "serve",
+    "inspect",
+    "verify",
+    "diff",
+    "methods",
+    "env",
+)
 HEAVY = ("torch", "transformers", "numpy")
 
 IMPORTS = """
@@ -40,7 +53,7 @@ def imports(words: list[list[str]], heavy: tuple[str, ...]) -> dict[str, list[ob
 
 def test_help_of_every_verb_is_light() -> None:
     seen = imports([["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], HEAVY)
-    assert seen == {words: [0, True, []] for words in seen} and len(seen) == 13
+    assert seen == {words: [0, True, []] for words in seen} and len(seen) == 14
 
 
 def test_reading_artifacts_needs_no_torch(world: World, tmp_path: Path) -> None:

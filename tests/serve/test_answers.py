@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from kvcq.pipeline.requests import ServerRequest
+from kvcq.pipeline.validate_server import validate_server
 from tests.tiny import tiny_tokenizer
 
 
@@ -160,3 +162,15 @@ def test_health_and_metrics(served):
     # Of 4 layers and 2 KV heads of 32 channels: 16 bytes of codes and an affine word.
     assert after["kvcq_bytes_per_token"] == 4 * 2 * (16 + 8)
     assert after["kvcq_capacity_tokens"] == served.ready.record["capacity_tokens"] > 512
+
+
+def test_validate_asks_this_server(served, tmp_path):
+    text = served.complete("the river", max_tokens=8).choices[0].text
+    items = tmp_path / "task.jsonl"
+    rows = [{"metric": "exact", "prompt": "the river", "answers": [answer]} for answer in (text, "no")]
+    items.write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i, row in enumerate(rows)))
+    out = tmp_path / "scores"
+    request = ServerRequest(servers=(("", served.url),), items=(items,), out=out, api="completions", max_tokens=8)
+    validate_server(request)
+    kept = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert len(kept) == 2 and text in (out / "answers.jsonl").read_text()

@@ -113,7 +113,7 @@ def test_without_the_extra_the_line_names_it(tiny, monkeypatch):
     monkeypatch.setattr("kvcq.pipeline.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(UnavailableError) as refused:
         serve(request_of(tiny))
-    assert str(refused.value) == "uvicorn is not installed (serve): pip install 'kvcq[serve]'"
+    assert str(refused.value) == "serving needs uvicorn (serve): pip install 'kvcq[serve]'"
     assert refused.value.exit_code == 7
 
 
