@@ -212,11 +212,14 @@ def check_layers(recipe: Recipe, header: StatsHeader) -> None:
 
 
 def fit_layers(
-    stats: StatsArtifact, recipe: Recipe, method: Method, reporter: Reporter
+    stats: StatsArtifact, recipe: Recipe, method: Method, reporter: Reporter, context: FitContext | None = None
 ) -> tuple[FitHeader, dict[str, np.ndarray]]:
-    """Fit every quantizable layer; return the header (without files) and the served tensors."""
+    """Fit every quantizable layer; return the header (without files) and the served tensors.
+
+    `context` replaces the one that is made of the recipe's seed and windows.
+    """
     header = stats.header
-    context = FitContext(seed=recipe.seed, windows=recipe.windows)
+    context = context or FitContext(seed=recipe.seed, windows=recipe.windows)
     layers = header.geometry.quantizable()
     plans = {layer.layer: bf16_plan(layer, header, recipe, method) for layer in header.geometry.layers}
     tensors: dict[str, np.ndarray] = {}

@@ -9,11 +9,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvcq.artifacts.stats_file import StatsArtifact, read_stats
 from kvcq.data.documents import check_sources
 from kvcq.errors import KvcqError
 from kvcq.evaluation.gates import check_gates, load_gates
+from kvcq.methods.base import FitContext
 from kvcq.pipeline.fit import base_fields, check_recipe, fit_layers, refuse_shard
 from kvcq.pipeline.grid import Point, make_grid, parse_axes
 from kvcq.pipeline.output import exclusive
@@ -23,6 +27,7 @@ from kvcq.pipeline.result import Answer, aligned
 from kvcq.pipeline.subjects import Subject, open_subjects
 from kvcq.pipeline.task_plan import check_windows, task_contexts
 from kvcq.pipeline.validate import ValidateResult, measure
+from kvcq.spec.header import FitHeader
 from kvcq.spec.report import Report
 from kvcq.spec.sweep import Sweep
 
@@ -54,12 +59,12 @@ def sweep(request: SweepRequest, reporter: Reporter = SILENT) -> ValidateResult 
             check_recipe(point.recipe, point.method, stats.header)
     if request.dry_run:
         return _plan(points)
-    told: set[str] = set()
+    fitter = _Fitter(stats, set(), {})
     subjects = []
     for number, point in enumerate(points, start=1):
         with _named(point):
-            watcher = _PointReporter(reporter, f"fitting {point.name}, point {number} of {len(points)}", told)
-            subjects.append(_fitted(point, stats, watcher))
+            told = _PointReporter(reporter, f"fitting {point.name}, point {number} of {len(points)}", fitter.told)
+            subjects.append(fitter.fit(point, told))
     record = Sweep(
         method=points[0].recipe.method,
         settings=request.settings,
@@ -73,21 +78,51 @@ def sweep(request: SweepRequest, reporter: Reporter = SILENT) -> ValidateResult 
     return measure(request, [*subjects, *beside], reporter, lambda report: _finish(report, record, request, names))
 
 
-def _fitted(point: Point, stats: StatsArtifact, reporter: Reporter) -> Subject:
-    header, tensors = fit_layers(stats, point.recipe, point.method, reporter)
-    return Subject(
-        name=point.name,
-        method=header.recipe.method,
-        windows=header.recipe.windows,
-        target_context=header.target_context,
-        identity=header.identity,
-        provenance=header.provenance,
-        geometry=header.geometry,
-        plan=header.plan,
-        index=header.tensors,
-        tensors_digest=header.tensors_digest,
-        tensors=tensors,
-    )
+class WindowWatch(FitContext):
+    """A context that notices whether the method looks at the windows."""
+
+    looked = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "windows":
+            object.__setattr__(self, "looked", True)
+        return super().__getattribute__(name)
+
+
+@dataclass(frozen=True)
+class _Fitter:
+    """Fits points, and fits once what differs only in windows that no part of the fit looks at.
+
+    `told` are the warnings given so far, `known` the fits that may serve further points, by recipe without windows.
+    """
+
+    stats: StatsArtifact
+    told: set[str]
+    known: dict[str, tuple[FitHeader, dict[str, np.ndarray]]]
+
+    def fit(self, point: Point, reporter: Reporter) -> Subject:
+        key = repr(sorted(point.recipe.model_dump(exclude={"windows"}).items()))
+        found = self.known.get(key)
+        if found is None:
+            watch = WindowWatch(seed=point.recipe.seed, windows=point.recipe.windows)
+            found = fit_layers(self.stats, point.recipe, point.method, reporter, watch)
+            # Statistics averaged for a target context leave out the sink tokens.
+            if not watch.looked and point.recipe.target_context is None:
+                self.known[key] = found
+        header, tensors = found
+        return Subject(
+            name=point.name,
+            method=point.recipe.method,
+            windows=point.recipe.windows,
+            target_context=header.target_context,
+            identity=header.identity,
+            provenance=header.provenance,
+            geometry=header.geometry,
+            plan=header.plan,
+            index=header.tensors,
+            tensors_digest=header.tensors_digest,
+            tensors=tensors,
+        )
 
 
 def _finish(report: Report, record: Sweep, request: SweepRequest, names: Sequence[str]) -> Report:
