@@ -17,7 +17,7 @@ from itertools import accumulate
 from random import Random
 from typing import Literal
 
-from kvcq.errors import InputError
+from kvcq.errors import InputError, shown
 from kvcq.evaluation.haystack import Haystack, key_words, refrain_haystack
 
 Encode = Callable[[str, str], Sequence[int]]
@@ -101,9 +101,14 @@ def make_question(
         encode: The model's tokenizer with its chat template.
 
     Raises:
-        InputError: an unknown subtask, or a context too short for the question alone.
+        InputError: an unknown subtask, a depth that is no percentage, or a context too short for the question alone.
     """
-    kind = SUBTASKS[task]
+    kind = SUBTASKS.get(task)
+    if kind is None:
+        fix = f"known: {', '.join(SUBTASKS)}"
+        raise InputError(f"{shown(task)} is no needle subtask", where="--needle-tasks", fix=fix)
+    if not 0 <= depth <= 100:
+        raise InputError(f"{depth:g} is no percentage", where="--needle-depths", fix="use 0 to 100")
     label = f"{seed}/{task}/{row}"
     keys = _Keys(label)
     draft = _draft(kind, keys.first(kind.keys), _seeded(f"{label}/needles"), depth)

@@ -33,11 +33,20 @@ def make_needles(request: ValidateRequest, loaded: LoadedModel, contexts: Sequen
     """Make every question of a request.
 
     Raises:
-        InputError: no tokenizer, an unreadable haystack or template, or a context too short for its questions.
+        InputError: no tokenizer, an unreadable haystack or template, a context too short for its questions, or a
+            prompt that is all in the prefix cache.
     """
     if loaded.tokenizer is None:
         raise InputError("the model has no tokenizer", where=loaded.provenance.source, fix="add its tokenizer files")
-    return tokenizer_needles(request, loaded.tokenizer, contexts)
+    needles = tokenizer_needles(request, loaded.tokenizer, contexts)
+    shortest = min(len(question.tokens) for question in needles.questions)
+    if request.cached_at is not None and request.cached_at >= shortest:
+        raise InputError(
+            f"a prefix of {request.cached_at} tokens leaves nothing of a prompt of {shortest}",
+            where="--cached-at",
+            fix="use a smaller one",
+        )
+    return needles
 
 
 def tokenizer_needles(request: ValidateRequest, tokenizer: Any, contexts: Sequence[int]) -> Needles:

@@ -150,6 +150,12 @@ def test_a_context_too_short_for_the_question_is_refused_with_the_numbers():
         question("multiquery", context=100)
 
 
+@pytest.mark.parametrize("options", [{"task": "single_9"}, {"depth": 100.5}, {"depth": -1.0}])
+def test_unknown_subtasks_and_depths_are_refused(options):
+    with pytest.raises(InputError, match="--needle-"):
+        question(**options)
+
+
 def test_too_many_distinct_keys_are_refused(monkeypatch):
     monkeypatch.setattr("kvcq.evaluation.needle.key_words", lambda: (("able", "big"), ("cat", "dog")))
     with pytest.raises(InputError, match="distinct keys"):
