@@ -13,7 +13,7 @@ import torch
 from kvcq.artifacts.bundle import Bundle
 from kvcq.artifacts.verify import read_any
 from kvcq.data.documents import Document
-from kvcq.data.template import chat_prompt, encode
+from kvcq.data.template import chat_prompt, iter_tokens
 from kvcq.errors import InputError, Interrupted, UnavailableError, UnsupportedError
 from kvcq.models.load import LoadedModel
 from kvcq.pipeline.capacity import Capacity, plan_capacity, startup_lines
@@ -155,7 +155,7 @@ def _run(
     manifest, tokenizer = bundle.manifest, loaded.tokenizer
     template = read_text(request.chat_template, "--chat-template")
     words = Words(
-        encode=lambda text: encode(tokenizer, Document(text=text), "raw"),
+        encode=lambda text: _prompt(tokenizer, text, capacity.context),
         render=lambda turns, thinking: chat_prompt(tokenizer, turns, chat_template=template, thinking=thinking),
         decode=lambda ids: _text(tokenizer, ids, skip=True),
         show=lambda ids: _text(tokenizer, ids, skip=False),
@@ -216,6 +216,16 @@ def _stop_ids(loaded: LoadedModel) -> frozenset[int]:
     given = getattr(config, "eos_token_id", None)
     found = list(given) if isinstance(given, list | tuple) else [given]
     return frozenset(token for token in [*found, getattr(loaded.tokenizer, "eos_token_id", None)] if token is not None)
+
+
+def _prompt(tokenizer: Any, text: str, most: int) -> list[int]:
+    """Return the ids of a prompt, or of so much of it that it is too long."""
+    ids: list[int] = []
+    for piece in iter_tokens(tokenizer, Document(text=text), "raw"):
+        ids += piece
+        if len(ids) > most:
+            break
+    return ids
 
 
 def _text(tokenizer: Any, ids: Any, *, skip: bool) -> str:

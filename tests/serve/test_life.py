@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from kvcq.runtime.hf.engine.engine import Engine
 from tests.serve.conftest import serving
 
 LONG = 450
@@ -129,3 +130,16 @@ def test_interleaved_clients_get_the_answers_of_single_ones(served):
     for thread in threads:
         thread.join(60)
     assert found == alone
+
+
+def test_an_engine_that_breaks_ends_the_server(tiny, monkeypatch):
+    with serving(tiny) as served:
+        monkeypatch.setattr(Engine, "_turn", broken)
+        answer = served.post(max_tokens=5)
+        assert answer.status_code == 500 and "the engine has stopped" in answer.json()["error"]["message"]
+        wait_for(lambda: refuses(served))
+    assert isinstance(served.result, SystemError)
+
+
+def broken(*_):
+    raise SystemError("a bug")

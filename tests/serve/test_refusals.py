@@ -68,6 +68,11 @@ def test_chats_are_checked_too(served, body, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
+def test_a_text_that_is_too_long_is_not_read_to_its_end(served):
+    answer = served.post(prompt="the river " * 300_000)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_neutral_values_pass(served):
     neutral = {
         "presence_penalty": 0,

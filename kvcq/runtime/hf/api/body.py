@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcq.runtime.hf.api.errors import ApiError
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 4 << 20
 READ_SECONDS = 30.0
 
 
