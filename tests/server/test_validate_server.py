@@ -20,6 +20,7 @@ from kvcq.pipeline.inspect import diff, inspect, verify
 from kvcq.pipeline.needles import tokenizer_needles
 from kvcq.pipeline.requests import ServerRequest, ValidateRequest
 from kvcq.pipeline.validate_server import ServerResult, validate_server
+from tests.reports.test_accessibility import Page
 from tests.server.fake import Fake, Fault, Raw, serve
 from tests.tiny import save_tiny
 
@@ -220,6 +221,26 @@ def test_a_model_that_is_a_path_leaves_only_its_name(items: Path, tmp_path: Path
     assert "/home/me" not in "".join(
         (tmp_path / "report" / name).read_text() for name in ("scores.json", "scores.html")
     )
+
+
+def test_the_page_is_whole(items: Path, tmp_path: Path) -> None:
+    with serve(adds) as a, serve(forgets) as b:
+        run({"A": a, "B": b}, items, tmp_path / "report", samples=2, temperature=1.0)
+    page = Page((tmp_path / "report" / "scores.html").read_text())
+    assert page.stack == [] and len(page.all("table")) == 3
+    names = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    assert len(set(names)) == len(names)
+    assert {a["href"].removeprefix("#") for _, a, _ in page.all("a")} <= set(names)
+    assert all(section["aria-labelledby"] in names for _, section, _ in page.all("section"))
+
+
+def test_completions_continue_code_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "humaneval.jsonl"
+    row = {"prompt": "def twice(x):\n", "entry_point": "twice", "metric": "code"}
+    path.write_text(json.dumps(row | {"tests": "def check(f):\n    assert f(4) == 8"}))
+    with serve(lambda *_: "    return 2 * x\n") as a:
+        result = run({"A": a}, path, tmp_path / "report", api="completions", allow_code_execution=True)
+    assert a.requests[0]["prompt"] == "def twice(x):\n" and result.report.servers[0].tasks[0].score == 1.0
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
