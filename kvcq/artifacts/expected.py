@@ -103,3 +103,5 @@ def _side(spec: CodecSpec, heads: int, dim: int) -> Iterator[tuple[str, tuple[in
         yield "levels", (heads, 2**spec.bits), "F32", False
     if spec.unit == "channel":
         yield "bounds", (heads, dim, 2), "F32", False
+    if spec.reordered:
+        yield "order", (heads, dim), "I32", False

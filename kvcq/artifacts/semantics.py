@@ -74,6 +74,8 @@ def check_values(plan: Sequence[LayerPlan], tensors: Mapping[str, np.ndarray], w
             for role in ("levels", "bounds"):
                 if prefix + role in tensors:
                     _check_order(tensors[prefix + role], prefix + role, strict=role == "bounds", where=where)
+            if spec.reordered:
+                _check_permutation(tensors[prefix + "order"], prefix + "order", where)
             if spec.codebook is not None:
                 _check_words(tensors[prefix + "codebook"], prefix, where)
             if spec.codebook == "int8":
@@ -112,6 +114,11 @@ def _check_order(rising: np.ndarray, name: str, *, strict: bool, where: str) -> 
     steps = np.diff(rising, axis=-1)
     if (steps <= 0).any() if strict else (steps < 0).any():
         raise CorruptArtifactError(f"tensor {name} does not rise along its last axis", where=where)
+
+
+def _check_permutation(order: np.ndarray, name: str, where: str) -> None:
+    if not np.array_equal(np.sort(order, axis=None), np.arange(order.size)):
+        raise CorruptArtifactError(f"tensor {name} is no permutation of the channels of all heads", where=where)
 
 
 def _check_words(words: np.ndarray, prefix: str, where: str) -> None:

@@ -39,6 +39,7 @@ class SideCodec:
         levels: Ascending levels [H, 2^bits] float32 of ``levels``.
         bounds: Lower and upper bound of each channel [H, d, 2] float32, unit ``channel``.
         inner: Orthogonal map [H, d, d] float32 of un-rotated rows (``pre_rope``), None for the identity.
+        order: Channel, head times d plus channel, at each place [H d] int64 of ``reordered`` rows.
         rotation: RoPE of the layer (``pre_rope``), None for a layer without positions.
     """
 
@@ -51,6 +52,7 @@ class SideCodec:
     levels: Tensor | None = None
     bounds: Tensor | None = None
     inner: Tensor | None = None
+    order: Tensor | None = None
     rotation: Rotation | None = None
 
     @classmethod
@@ -115,6 +117,7 @@ class SideCodec:
             levels=load("levels", heads, 2**spec.bits) if spec.quantizer == "levels" else None,
             bounds=load("bounds", heads, d, 2) if spec.unit == "channel" else None,
             inner=mapped if spec.pre_rope else None,
+            order=load("order", heads, d).long().flatten() if spec.reordered else None,
             rotation=rotation if spec.pre_rope else None,
         )
 
@@ -200,7 +203,18 @@ class SideCodec:
             return token_group_hat(rows.to(torch.float32), first, self.spec)
         if self.levels is not None and self.spec.outliers:
             return levels_hat(rows.to(torch.float32), self.levels, self.spec, self.bounds)
+        if self.order is not None:
+            return self._reordered_hat(rows.to(torch.float32), self.order)
         return self.decode(self._encode(rows))
+
+    def _reordered_hat(self, rows: Tensor, order: Tensor) -> Tensor:
+        """Return what is read back when every run of d / groups channels of the ordered token shares a scale."""
+        heads, _, d = rows.shape
+        spec, token = self.spec, rows.transpose(0, 1).flatten(1)
+        coded = encode_uniform(token[:, order], heads * spec.groups, spec.bits, spec.metadata, spec.spacing)
+        hat = torch.empty_like(token)
+        hat[:, order] = decode_uniform(*coded[:3], spec.metadata)
+        return hat.unflatten(1, (heads, d)).transpose(0, 1).contiguous()
 
     def _encode(self, rows: Tensor) -> Encoded:
         spec = self.spec

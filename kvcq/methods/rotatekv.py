@@ -1,4 +1,4 @@
-"""RotateKV: keys before RoPE, channels reordered, then a Hadamard rotation (arXiv 2501.16383)."""
+"""RotateKV: keys before RoPE, a Hadamard rotation, then channels of alike means together (arXiv 2501.16383)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rotatekv(PreRopeMethod):
-    """Un-rotated keys with channels in the order of their signed sums, times H; values times H; grouped INT2.
+    """Un-rotated keys times H, the channels of all heads in the order of their signed sums; values times H; INT2.
 
-    The order comes from E k before RoPE, per KV head. Both maps mix the channels of one head; the paper's transform of
-    keys runs over groups of heads. Tokens of massive activations are kept by the sink window.
+    The order comes from E k H before RoPE: channels of alike means share a scale, which costs nothing in bits. H mixes
+    the channels of one head; the release's runs over groups of heads. Tokens of massive activations are kept by the
+    sink window.
     """
 
     name = "rotatekv"
-    summary = "keys before RoPE: reordered channels, Hadamard, min-max INT2; values: Hadamard, INT2"
+    summary = "keys before RoPE: Hadamard, channels reordered across heads, min-max INT2; values: Hadamard, INT2"
     paper = "arXiv 2501.16383"
 
     group_channels: int = parameter(128, CHANNELS, low=4)
@@ -36,21 +37,22 @@ class Rotatekv(PreRopeMethod):
 
     def fit_layer(self, stats: LayerStats, context: FitContext) -> LayerFit:
         """Order the channels and return both rotations."""
-        import torch
-
         from kvcq.methods.rotation import served, walsh
 
         geometry = stats.geometry
-        sums = stats.moments["k0_mean" if "k0_mean" in stats.moments else "k_mean"]
-        order = sums.sort(stable=True, dim=-1).indices
-        hadamard = walsh(geometry.kv_heads, geometry.d_k)
-        # Row order[c] of A is row c of H: x A = x[order] H.
-        reordered = torch.zeros_like(hadamard).scatter(1, order.unsqueeze(-1).expand_as(hadamard), hadamard)
+        heads = geometry.kv_heads
+        hadamard = walsh(heads, geometry.d_k)
+        means = stats.moments["k0_mean" if "k0_mean" in stats.moments else "k_mean"]
+        rotated = (means.unsqueeze(1) @ hadamard).flatten()
+        order = rotated.sort(stable=True).indices.reshape(heads, geometry.d_k)
         return LayerFit(
-            k=CodecSpec(transform="orthogonal", groups=scales(geometry.d_k, self.group_channels), pre_rope=True),
+            k=CodecSpec(
+                transform="orthogonal", groups=scales(geometry.d_k, self.group_channels), pre_rope=True, reordered=True
+            ),
             v=CodecSpec(transform="orthogonal", groups=scales(geometry.d_v, self.group_channels)),
             tensors={
-                "k.transform": served(reordered),
-                "v.transform": served(walsh(geometry.kv_heads, geometry.d_v)),
+                "k.transform": served(hadamard),
+                "k.order": order.int().numpy(),
+                "v.transform": served(walsh(heads, geometry.d_v)),
             },
         )

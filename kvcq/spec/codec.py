@@ -41,13 +41,14 @@ class CodecSpec(GrowingModel):
             farthest from its mean; of ``channel``, the entries outside the bounds.
         pre_rope: Keys are coded as they were before RoPE: un-rotated, coded, rotated again. The transform then belongs
             to the un-rotated row, and the stored frame is that of the cache.
+        reordered: Scales cover runs of channels of all KV heads of the token, in a stored order, as many as without.
         group_tokens: Tokens that share the scales of a channel (``token_group``).
         group_start: Position at which the first group starts: the end of the sink.
         promoted: Share of the channels, those of largest mean magnitude in a group, that get twice the bits.
     """
 
     LATER: ClassVar[frozenset[str]] = frozenset(
-        {"spacing", "unit", "outliers", "pre_rope", "group_tokens", "group_start", "promoted"}
+        {"spacing", "unit", "outliers", "pre_rope", "reordered", "group_tokens", "group_start", "promoted"}
     )
 
     transform: Transform = "identity"
@@ -62,6 +63,7 @@ class CodecSpec(GrowingModel):
     unit: Unit | None = None
     outliers: float = Field(default=0.0, ge=0.0, lt=0.5)
     pre_rope: bool = False
+    reordered: bool = False
     group_tokens: int = Field(default=1, ge=1)
     group_start: int = Field(default=0, ge=0)
     promoted: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -78,6 +80,8 @@ class CodecSpec(GrowingModel):
         self._token_groups()
         if self.pre_rope and (self.centred or self.transform == "metric" or self.quantizer == "group_vq"):
             raise ValueError("rows coded before RoPE are neither centred, nor in a metric, nor in vector codes")
+        if self.reordered and (self.quantizer != "uniform" or self.clip < 1.0):
+            raise ValueError("reordered channels have uniform codes and no clip")
         return self
 
     def _levels(self) -> None:
@@ -99,8 +103,8 @@ class CodecSpec(GrowingModel):
 
     @property
     def by_row(self) -> bool:
-        """True when a row's codes follow from that row alone, whatever its position and neighbours."""
-        return not (self.quantizer == "token_group" or self.pre_rope or self.outliers)
+        """True when a head's row alone gives its codes, whatever its position, its neighbours and other heads."""
+        return not (self.quantizer == "token_group" or self.pre_rope or self.reordered or self.outliers)
 
     def promoted_channels(self, d: int) -> int:
         """Return how many of `d` channels a token group gives twice the bits."""
@@ -117,6 +121,7 @@ class CodecSpec(GrowingModel):
             "keeps rows exact": self.quantizer == "none",
             "codes keys before RoPE": self.pre_rope,
             "codes groups of tokens": self.quantizer == "token_group",
+            "scales across heads": self.reordered,
             "levels without an affine form": self.quantizer == "levels",
             f"{self.bits} bits": self.bits != 2,
             f"metadata {self.metadata}": self.metadata != "fp16-bias",

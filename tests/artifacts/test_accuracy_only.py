@@ -20,11 +20,11 @@ PLAN = (
     LayerPlan(
         layer=1,
         k=CodecSpec(quantizer="token_group", group_tokens=128, group_start=64, promoted=0.125),
-        v=CodecSpec(bits=4),
+        v=CodecSpec(bits=4, reordered=True),
     ),
     LayerPlan(layer=2, reason="sliding attention layer"),
 )
-LEVELS, BOUNDS = "layers.0.k.levels", "layers.0.k.bounds"
+LEVELS, BOUNDS, ORDER = "layers.0.k.levels", "layers.0.k.bounds", "layers.1.v.order"
 
 
 def tensors():
@@ -35,6 +35,7 @@ def tensors():
         LEVELS: np.sort(rng.standard_normal((HEADS, 4)).astype(np.float32), -1),
         "layers.0.v.levels": np.sort(rng.standard_normal((HEADS, 8)).astype(np.float32), -1),
         "layers.0.v.transform": rotations(rng),
+        ORDER: rng.permutation(HEADS * DIM).astype(np.int32).reshape(HEADS, DIM),
     }
 
 
@@ -64,6 +65,9 @@ def test_plans_and_tensors_survive_the_folder(tmp_path):
         ({LEVELS: tensors()[LEVELS][:, ::-1].copy()}, "k.levels does not rise"),
         ({BOUNDS: np.zeros_like(tensors()[BOUNDS])}, "k.bounds does not rise"),
         ({BOUNDS: tensors()[BOUNDS] * np.float32(1e9)}, "k.bounds has values beyond 65504"),
+        ({ORDER: tensors()[ORDER] % 5}, "v.order is no permutation"),
+        ({ORDER: tensors()[ORDER] + 1}, "v.order is no permutation"),
+        ({ORDER: tensors()[ORDER].astype(np.int64)}, "is I64"),
         ({LEVELS: np.full_like(tensors()[LEVELS], np.nan)}, "k.levels has values that are not finite"),
         ({LEVELS: tensors()["layers.0.v.levels"]}, r"F32 \[2, 8\] .* the plan calls for F32 \[2, 4\]"),
         ({"layers.1.k.levels": tensors()[LEVELS]}, "not called for"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.pair import HeadCodec
+from kvcq.codecs.side import SideCodec
 from kvcq.errors import UnsupportedError
 from kvcq.runtime.codecs import rotation_of, served_codecs
 from kvcq.spec.codec import CodecSpec
@@ -21,12 +22,15 @@ GEOMETRY = layer(d_k=D, d_v=D)
 SPECS = {
     "uniform": CodecSpec(pre_rope=True, transform="orthogonal"),
     "groups": CodecSpec(pre_rope=True, groups=4),
+    "reordered": CodecSpec(pre_rope=True, transform="orthogonal", groups=4, reordered=True),
     "channel": CodecSpec(pre_rope=True, quantizer="levels", unit="channel", outliers=0.1),
 }
 
 
 def tensors(spec: CodecSpec) -> dict[str, Any]:
     found: dict[str, Any] = {"k.transform": rotation(0, D)} if spec.transform == "orthogonal" else {}
+    if spec.reordered:
+        found["k.order"] = torch.randperm(H * D, generator=torch.Generator().manual_seed(0)).reshape(H, D).int()
     if spec.quantizer == "levels":
         found["k.levels"] = torch.tensor([[-0.9, -0.3, 0.2, 0.8]] * H)
         found["k.bounds"] = torch.tensor([-1.5, 1.2]).expand(H, D, 2)
@@ -58,6 +62,23 @@ def test_it_is_the_codec_of_the_row_before_rope(name: str) -> None:
     k0, positions = draw(2, H, 50, D), torch.arange(9, 59)
     want = plain.keys_back(plain.keys_hat(plain.key_frame(k0.float()), positions))
     assert ((hat_of_unrotated(name, k0, positions) - want).abs() < 1e-4).double().mean() > 0.998
+
+
+def test_reordered_channels_of_all_heads_share_scales() -> None:
+    """The plain order is grouping within heads; any other is grouping of the ordered token."""
+    spec = CodecSpec(groups=4, reordered=True)
+    x, positions = draw(6, H, 7, D).float(), torch.arange(7)
+    natural = SideCodec.build("k", spec, (H, D), {"k.order": torch.arange(H * D).reshape(H, D)})
+    grouped = SideCodec.build("k", CodecSpec(groups=4), (H, D), {})
+    assert torch.equal(natural.hat(x, positions), grouped.hat(x, positions))
+    order = torch.randperm(H * D, generator=torch.Generator().manual_seed(1))
+    mixed = SideCodec.build("k", spec, (H, D), {"k.order": order.reshape(H, D)})
+    token = x.transpose(0, 1).flatten(1)[:, order]
+    hat = mixed.hat(x, positions).transpose(0, 1).flatten(1)[:, order]
+    width = token.unflatten(1, (8, 8)).aminmax(dim=-1, keepdim=True)
+    assert ((hat - token).unflatten(1, (8, 8)).abs() <= (width.max - width.min) / 6 + 5e-3).all()
+    with pytest.raises(UnsupportedError, match="scales across heads"):
+        mixed.encode(x)
 
 
 def test_the_stored_frame_is_that_of_the_cache() -> None:

@@ -89,6 +89,6 @@ TABLE = (
     Row("turboquant", {"bits_k": 4, "bits_v": 2}, "orthogonal", "orthogonal", BOTH_MAPS + LEVELS, served=False),
     Row("kvquant-nuq", {}, roles=("k.bounds", *LEVELS), served=False),
     Row("kvquant-nuq", {"bits": 3, "outliers": 0.0, "level_rows": 512}, roles=("k.bounds", *LEVELS), served=False),
-    Row("rotatekv", {}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
-    Row("rotatekv", {"group_channels": 8}, "orthogonal", "orthogonal", BOTH_MAPS, served=False),
+    Row("rotatekv", {}, "orthogonal", "orthogonal", (*BOTH_MAPS, "k.order"), served=False),
+    Row("rotatekv", {"group_channels": 8}, "orthogonal", "orthogonal", (*BOTH_MAPS, "k.order"), served=False),
 )

@@ -92,8 +92,13 @@ def test_serves_the_declared_roles_shapes_and_dtypes(row: Row) -> None:
         "codebook_fp16": (heads, d // 4, 256, 4),
         "codebook_scale": (heads, d // 4),
         "bounds": (heads, d, 2),
+        "order": (heads, d),
     }
-    dtypes = {"codebook": "int8" if result.k.codebook == "int8" else "float16", "codebook_fp16": "float16"}
+    dtypes = {
+        "order": "int32",
+        "codebook": "int8" if result.k.codebook == "int8" else "float16",
+        "codebook_fp16": "float16",
+    }
     assert set(result.tensors) == set(row.roles)
     assert (result.k.transform, result.v.transform) == (row.k, row.v)
     assert (result.k.served and result.v.served) == row.served

@@ -28,13 +28,15 @@ def codecs(draw):
     plain = levels or runs
     unit = draw(st.sampled_from(get_args(codec.Unit))) if levels else None
     pre_rope = draw(st.booleans()) and not vq
+    reordered = quantizer == "uniform" and draw(st.booleans())
     return CodecSpec(
         transform=draw(st.sampled_from([t for t in get_args(codec.Transform) if not (pre_rope and t == "metric")])),
         centred=draw(st.booleans()) and not pre_rope,
         quantizer=quantizer,
         bits=bits,
         groups=1 if vq or plain else draw(st.integers(1, 64)),
-        clip=1.0 if plain else draw(st.floats(0, 1, exclude_min=True)),
+        reordered=reordered,
+        clip=1.0 if plain or reordered else draw(st.floats(0, 1, exclude_min=True)),
         metadata=draw(st.sampled_from(get_args(codec.Metadata))),
         codebook=draw(st.sampled_from(get_args(codec.CodebookDtype))) if vq else None,
         spacing=draw(st.sampled_from(spacings)),
@@ -126,6 +128,8 @@ def test_the_layouts_that_kernels_read_are_served():
         (CodecSpec, {"quantizer": "levels", "unit": "range", "bits": 5}),
         (CodecSpec, {"quantizer": "levels", "unit": "range", "clip": 0.9}),
         (CodecSpec, {"group_tokens": 32}),
+        (CodecSpec, {"reordered": True, "clip": 0.9}),
+        (CodecSpec, {"reordered": True, "quantizer": "none"}),
         (CodecSpec, {"promoted": 0.1}),
         (CodecSpec, {"quantizer": "token_group", "group_tokens": 32, "groups": 4}),
         (CodecSpec, {"pre_rope": True, "centred": True}),
