@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from transformers import GenerationMixin
 
 from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.windows import oldest_by_query
@@ -17,6 +18,9 @@ from kvcq.spec.codec import VQ_GROUP, VQ_WORDS, CodecSpec
 from kvcq.spec.plan import LayerPlan, Windows
 from tests.tiny import tiny_model
 
+# The keyword of a cache: renamed in transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else None
+CACHE = CACHE or "past_key_values"
 WINDOWS = Windows(sink=3, recent=8)
 INT2 = CodecSpec(transform="orthogonal", centred=True, clip=0.96)
 GROUPED = CodecSpec(transform="orthogonal", centred=True, groups=4)
@@ -87,9 +91,8 @@ def run(model, cache, tokens, chunks=None, **options):
 def batch_forward(model, cache, tokens, mask):
     """Logits of tokens [B, t] behind what the cache holds; mask [B, all slots], 0 for padding."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    word = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
-        return model(tokens, attention_mask=mask, position_ids=positions, **{word: cache}).logits
+        return model(tokens, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
 
 
 def one_pass(model, codecs, tokens, exact):

@@ -7,14 +7,20 @@ from hypothesis import strategies as st
 
 from kvcq.codecs.encoded import affine_words
 from kvcq.codecs.packing import encode_pages
+from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.windows import oldest_served
 from kvcq.errors import UnsupportedError
+from kvcq.models.geometry import plan_geometry
+from kvcq.runtime.codecs import rotation_of
+from kvcq.runtime.hf.cache import Host
 from kvcq.runtime.hf.rows import PackedRows, Shape, SimulatedRows
 from kvcq.runtime.hf.semantics import ByQuery, Deferred, Served
 from kvcq.spec.boundary import Boundary
+from kvcq.spec.codec import CodecSpec
 from kvcq.spec.geometry import LayerGeometry
-from kvcq.spec.plan import Windows
+from kvcq.spec.plan import LayerPlan, Windows
 from tests.runtime.hf.setup import (
+    INT2,
     PAIRS,
     WINDOWS,
     codec_of,
@@ -22,6 +28,7 @@ from tests.runtime.hf.setup import (
     double,
     host_of,
     one_pass,
+    random_tensors,
     relative,
     run,
     window_mask,
@@ -187,3 +194,59 @@ def test_rows_that_a_boundary_needs_and_the_ring_lost_are_refused_with_their_num
             run(model, cache, tokens[110:])
         with pytest.raises(UnsupportedError, match="earlier forward"):
             run(model, cache, tokens[110:])
+
+
+TOKEN_GROUPS = {
+    "kivi": CodecSpec(quantizer="token_group", group_tokens=8, group_start=WINDOWS.sink),
+    "kitty": CodecSpec(quantizer="token_group", group_tokens=4, group_start=WINDOWS.sink, promoted=0.25),
+    "rotated": CodecSpec(transform="orthogonal", centred=True, quantizer="token_group", group_tokens=5, group_start=3),
+}
+
+
+@pytest.mark.parametrize("group", TOKEN_GROUPS)
+@pytest.mark.parametrize("sizes", [1, 7, [2, 1, 40, 3, 9, 5]])
+def test_groups_of_tokens_are_coded_as_in_one_go_once_they_are_complete(group, sizes):
+    spec = TOKEN_GROUPS[group]
+    codec = codec_of(LAYER, spec, INT2, cast=torch.bfloat16)
+    rows = frame_rows(codec, 60)
+    whole, pieces = stored(SimulatedRows, codec, rows, 60), stored(SimulatedRows, codec, rows, sizes)
+    complete = codec.block(60)[0]
+    assert 52 <= complete <= 60
+    for found, wanted in zip(pieces.decoded(3, complete), whole.decoded(3, complete), strict=True):
+        assert torch.equal(found, wanted)
+    # Rows taken back and others in their place: the open group is coded anew.
+    other = frame_rows(codec, 60, seed=1)
+    pieces.crop(50)
+    pieces.append(other[0][:, 50:], other[1][:, 50:])
+    mixed = [torch.cat([a[:, :50], b[:, 50:]], 1) for a, b in zip(rows, other, strict=True)]
+    wanted = stored(SimulatedRows, codec, mixed, 60)
+    assert all(map(torch.equal, pieces.decoded(3, complete), wanted.decoded(3, complete)))
+
+
+@pytest.mark.parametrize("group", TOKEN_GROUPS)
+def test_chunks_do_not_change_what_groups_of_tokens_answer(group):
+    model, tokens = double(num_hidden_layers=2), tiny_tokens(70)
+    sides = TOKEN_GROUPS[group], INT2
+    wanted = one_pass(model, codecs_of(model, *sides), tokens, window_mask(70))
+    with host_of(model, *sides, mode="simulate") as host:
+        for chunks in (None, 1, 7, [33, 1, 1, 35]):
+            assert relative(run(model, host.new_cache(), tokens, chunks), wanted) < 1e-9
+
+
+def test_keys_coded_before_rope_follow_their_positions_whatever_the_chunks():
+    model, tokens = double(num_hidden_layers=2), tiny_tokens(60)
+    geometry = plan_geometry(model)
+    spec = CodecSpec(transform="orthogonal", pre_rope=True)
+    codecs = {
+        layer.layer: HeadCodec.build(
+            LayerPlan(layer=layer.layer, k=spec, v=INT2),
+            layer,
+            random_tensors(layer, spec, INT2),
+            rotation=rotation_of(geometry.rope_of(layer)),
+        )
+        for layer in geometry.quantizable()
+    }
+    wanted = one_pass(model, codecs, tokens, window_mask(60))
+    with Host(model, codecs, geometry, WINDOWS, mode="simulate") as host:
+        for chunks in (None, 1, 7):
+            assert relative(run(model, host.new_cache(), tokens, chunks), wanted) < 1e-9

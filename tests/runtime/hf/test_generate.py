@@ -1,19 +1,13 @@
 """`model.generate` on a quantized cache does what it does on the library's own."""
 
-import inspect
-
 import pytest
 import torch
-from transformers import GenerationMixin
 
 from kvcq.errors import UnsupportedError
 from kvcq.models.library import new_cache
 from kvcq.spec.plan import Windows
-from tests.runtime.hf.setup import LOSSLESS, double, host_of, relative, run
+from tests.runtime.hf.setup import CACHE, LOSSLESS, double, host_of, relative, run
 from tests.tiny import tiny_tokens
-
-CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else None
-CACHE = CACHE or "past_key_values"
 
 
 def generate(model, cache, tokens, *, new=24, mask=None, **options):
