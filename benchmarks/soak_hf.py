@@ -135,7 +135,7 @@ def soak(url: str, model: str, process: psutil.Process, arguments: argparse.Name
                     print(note, file=sys.stderr, flush=True)
 
     threads = [threading.Thread(target=run) for _ in range(arguments.clients)]
-    began_soak = time.monotonic()
+    began_soak, cpu = time.monotonic(), sum(process.cpu_times()[:2])
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -150,6 +150,7 @@ def soak(url: str, model: str, process: psutil.Process, arguments: argparse.Name
         "wrong_or_lost": wrong,
         "seconds_alone": round(seconds_alone, 1),
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(sum(process.cpu_times()[:2]) - cpu, 1),
         "prompt_tokens": metric(url, "kvcq_prompt_tokens_total"),
         "generated_tokens": metric(url, "kvcq_generated_tokens_total"),
         "rss_mib_after_50": settled >> 20,

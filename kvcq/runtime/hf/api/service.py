@@ -163,7 +163,7 @@ class Service:
             raise ApiError(400, f"token ids are from 0 to {self.about.vocabulary - 1}", param=param)
         if len(ids) + max_tokens > self.about.context:
             message = (
-                f"this server takes {self.about.context} tokens, the prompt has {len(ids)} or more, its answer may have "
+                f"this server takes {self.about.context} tokens, the prompt has {len(ids)} or more, its answer up to "
                 f"{max_tokens}"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
