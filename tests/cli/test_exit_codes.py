@@ -92,6 +92,9 @@ def test_reading_verbs_answer_in_words(world: World, run: Run) -> None:
     assert code == 0 and "oscar -> nova" in out
     code, out, _ = run("methods")
     assert code == 0 and all(f"\n{name}\n" in "\n" + out for name in registry.available())
+    sections = dict(block.split("\n", 1) for block in out.strip().split("\n\n"))
+    assert "\n  served\n" in sections["nova"]
+    assert "\n  accuracy only: codes groups of tokens\n" in sections["kivi"]
     code, out, _ = run("--version")
     assert code == 0 and out.startswith("kvcq ")
 
