@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvcq.reports.summary import candidates
 from kvcq.reports.text import clean, context_label, percent, plural
 from kvcq.spec.report import Report
 
@@ -13,9 +14,10 @@ def settings(report: Report) -> list[tuple[str, str]]:
     asked = report.tasks
     if asked is None:
         return []
-    caches = sorted({row.tasks.cache for row in report.artifacts if row.tasks is not None})
+    # The reference's own rows are rounded to bfloat16 and never coded.
+    caches = sorted({row.tasks.cache for row in candidates(report) if row.tasks is not None})
     found = [
-        ("Cache", " and ".join(_cache(mode) for mode in caches) + f"; {_prefill(report)}"),
+        ("Cache", "; ".join([*map(_cache, caches), _prefill(report)])),
         ("Intervals", f"95 %, percentile bootstrap of {asked.resamples:,} resamples; seed {asked.seed} everywhere"),
     ]
     if ppl := asked.perplexity:
@@ -30,9 +32,10 @@ def settings(report: Report) -> list[tuple[str, str]]:
         template = "the model's chat template" if needle.template else "no chat template: the bare text"
         found.append((
             "Needles",
-            f"{plural(needle.items, 'item')} of {', '.join(map(clean, needle.tasks))} at {_lengths(needle.contexts)} "
-            f"tokens, depths {depths} %; haystack {clean(needle.haystack)} (SHA-256 {needle.haystack_sha256[:16]}); "
-            f"{template}; chunk {needle.chunk:,}; new tokens at most {limits or 'unstated'}",
+            f"{plural(needle.items, 'item')} of each of {', '.join(map(clean, needle.tasks))}, at each of "
+            f"{_lengths(needle.contexts)} tokens, depths {depths} %; haystack {clean(needle.haystack)} (SHA-256 "
+            f"{needle.haystack_sha256[:16]}); {template}; chunk {needle.chunk:,}; new tokens at most "
+            f"{limits or 'unstated'}",
         ))  # fmt: skip
     if agreement := asked.agreement:
         found.append((

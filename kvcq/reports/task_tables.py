@@ -22,9 +22,9 @@ def perplexity_table(artifacts: Sequence[ArtifactReport]) -> Table:
     columns = (
         NAME,
         Column("Perplexity", "exp of the mean loss of the scored tokens, read through the cache"),
-        Column("95 % CI", f"{CI} of the perplexity, chunks resampled"),
+        Column("95 % CI", f"{CI} of the perplexity, blocks of tokens resampled"),
         Column("× BF16", "Perplexity over that of the BF16 cache on the same tokens"),
-        Column("CI of ×", f"{CI} of the ratio, the same chunks resampled on both sides"),
+        Column("CI of ×", f"{CI} of the ratio, the same blocks resampled on both sides"),
     )
 
     def row(score: PerplexityScore) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from kvcq.codecs.uniform import decode_uniform, encode_uniform
 from kvcq.evaluation.gates import METRICS
 from kvcq.methods import registry
 from kvcq.runtime.layout import page_bytes, token_bytes
-from kvcq.spec import checkpoint, geometry, header, identity, manifest, report, scores, tasks
+from kvcq.spec import checkpoint, geometry, header, identity, manifest, report, scores, sweep, tasks
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.files import FileEntry, TensorEntry
 from kvcq.spec.plan import LayerPlan, Windows
@@ -162,8 +162,9 @@ RECORDS = (
     report.ArtifactReport, report.GateResult, report.Report, tasks.Interval, tasks.TaskScores, tasks.PerplexityScore,
     tasks.NeedleScore, tasks.NeedleLength, tasks.NeedleCell, tasks.NeedleItem, tasks.AgreementScore,
     tasks.DecodeKLScore, tasks.TaskSettings, tasks.PerplexitySettings, tasks.NeedleSettings,
-    tasks.AgreementSettings, tasks.DecodeKLSettings, tasks.PairTest, scores.ScoresReport,
-    scores.Sampling, scores.TaskFile, scores.ServerScores, scores.TaskResult, scores.JudgedAnswer,
+    tasks.AgreementSettings, tasks.DecodeKLSettings, tasks.PairTest, sweep.Sweep, sweep.SweepAxis,
+    sweep.SweepPoint, scores.ScoresReport, scores.Sampling, scores.TaskFile, scores.ServerScores,
+    scores.TaskResult, scores.JudgedAnswer,
     manifest.ValidationSummary, manifest.Manifest,
 )  # fmt: skip
 

@@ -113,7 +113,7 @@ SETTINGS = TaskSettings(
     seed=7, resamples=2000,
     perplexity=PerplexitySettings(contexts=LENGTHS, passages=4, chunk=512, stride=8192, score_from=0.5),
     needle=NeedleSettings(
-        tasks=SUBTASKS, contexts=LENGTHS, depths=DEPTHS, items=90, haystack="builtin:noise", haystack_sha256="f" * 64,
+        tasks=SUBTASKS, contexts=LENGTHS, depths=DEPTHS, items=5, haystack="builtin:noise", haystack_sha256="f" * 64,
         template=True, chunk=512, new_tokens={"single_1": 32, "multivalue": 96},
     ),
     agreement=AgreementSettings(contexts=LENGTHS[:2], prompts=8, new_tokens=256, chunk=512, near_tie=0.1),
