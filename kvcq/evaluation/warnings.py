@@ -24,7 +24,7 @@ def centring_warnings(plan: Sequence[LayerPlan], mean_ratios: Mapping[int, float
     layers = [
         entry.layer
         for entry in plan
-        if entry.k is not None and not entry.k.centred and mean_ratios.get(entry.layer, 0.0) > MEAN_RATIO
+        if entry.k is not None and not entry.k.absorbs_mean and mean_ratios.get(entry.layer, 0.0) > MEAN_RATIO
     ]
     if not layers:
         return []
@@ -80,7 +80,7 @@ def collapse_warnings(plan: Sequence[LayerPlan], layers: Sequence[LayerReport]) 
         plan: All layers of the artifact.
         layers: Its measurements at the longest context.
     """
-    centred = {entry.layer: entry.k.centred for entry in plan if entry.k is not None}
+    centred = {entry.layer: entry.k.absorbs_mean for entry in plan if entry.k is not None}
     broken = [row for row in layers if row.layer in centred and row.metrics.kl > COLLAPSE]
     if not broken:
         return []

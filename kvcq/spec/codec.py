@@ -106,6 +106,11 @@ class CodecSpec(GrowingModel):
         """True when a head's row alone gives its codes, whatever its position, its neighbours and other heads."""
         return not (self.quantizer == "token_group" or self.pre_rope or self.reordered or self.outliers)
 
+    @property
+    def absorbs_mean(self) -> bool:
+        """True when the mean of a channel costs no codes: an offset, or a scale of the channel's own or of its like."""
+        return self.centred or self.quantizer == "token_group" or self.unit == "channel" or self.reordered
+
     def promoted_channels(self, d: int) -> int:
         """Return how many of `d` channels a token group gives twice the bits."""
         return int(self.promoted * d)

@@ -23,6 +23,22 @@ def test_centred_skipped_and_unmeasured_layers_raise_no_warning():
     assert centring_warnings(layers, {0: 90.0, 1: 90.0, 2: 4.0}) == []
 
 
+def test_codecs_with_a_scale_of_the_channel_need_no_centring():
+    specs = (
+        CodecSpec(quantizer="token_group", group_tokens=32),
+        CodecSpec(quantizer="levels", unit="channel", pre_rope=True),
+        CodecSpec(pre_rope=True, reordered=True),
+    )
+    assert (
+        centring_warnings(
+            [LayerPlan(layer=i, k=k, v=CodecSpec()) for i, k in enumerate(specs)], dict.fromkeys(range(3), 9.0)
+        )
+        == []
+    )
+    plain = LayerPlan(layer=0, k=CodecSpec(quantizer="levels", unit="norm"), v=CodecSpec())
+    assert len(centring_warnings([plain], {0: 9.0})) == 1
+
+
 def test_contexts_beyond_the_target_are_named():
     (warning,) = context_warnings([2048, 8192, 16384], 4096)
     assert "8192, 16384" in warning
