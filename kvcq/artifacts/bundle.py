@@ -176,10 +176,12 @@ def find_row(report: Report, header: FitHeader | Manifest) -> ArtifactReport | N
     """Return the row that measured these tensors under this plan and these windows.
 
     The digest of the tensors alone is not enough: fits that differ in a clip or a window may share every tensor.
+    Points of a sweep are no fits, so their rows are passed over.
     """
     wanted = (header.tensors_digest, plan_digest(header.plan), header.recipe.windows)
+    points = set() if report.sweep is None else {point.artifact for point in report.sweep.points}
     found = (row for row in report.artifacts if (row.tensors_digest, row.plan_digest, row.windows) == wanted)
-    return next(found, None)
+    return next((row for row in found if row.name not in points), None)
 
 
 def _validation(report: Report, row: ArtifactReport, sha256: str) -> ValidationSummary:

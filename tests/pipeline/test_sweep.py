@@ -13,6 +13,7 @@ from kvcq.artifacts.stats_file import read_stats
 from kvcq.errors import InputError, KvcqError
 from kvcq.pipeline import sweep as module
 from kvcq.pipeline.grid import MAX_POINTS
+from kvcq.pipeline.inspect import verify
 from kvcq.pipeline.pack import pack
 from kvcq.pipeline.requests import FitRequest, PackRequest, SweepRequest, ValidateRequest
 from kvcq.pipeline.result import Answer
@@ -88,9 +89,16 @@ def test_no_point_has_a_canary_and_the_artifacts_beside_have(
     *points, beside = grid.report.artifacts[1:]
     assert all(row.canary is None for row in points) and beside.canary is not None
     same = small.fit(tmp_path / "same", "oscar", "clip_k=0.8", "clip_v=0.8")
-    with pytest.raises(KvcqError, match="has no canary of"):
+    with pytest.raises(KvcqError, match="the report does not cover this fit"):
         pack(PackRequest(fit=same, report=small.folder / "grid", out=tmp_path / "it.kvcq"))
-    pack(PackRequest(fit=small.fits["oscar"], report=small.folder / "grid", out=tmp_path / "real.kvcq"))
+
+
+def test_a_fit_beside_the_sweep_packs_even_where_a_point_equals_it(small: World, tmp_path: Path) -> None:
+    sweep(asked(small, tmp_path / "it", "windows=0/0,4/8", artifacts=(small.fits["oscar"],)))
+    found = pack(PackRequest(fit=small.fits["oscar"], report=tmp_path / "it", out=tmp_path / "real.kvcq"))
+    rows = read_report(tmp_path / "it").report.artifacts
+    assert rows[2].tensors_digest == rows[3].tensors_digest == found.manifest.tensors_digest
+    assert verify(tmp_path / "real.kvcq").record["kind"] == "bundle"
 
 
 def test_seeds_parameters_and_layers_are_swept_too(small: World, tmp_path: Path) -> None:
