@@ -24,14 +24,19 @@ DISCARD = "discard the answers: --force"
 
 
 class AnswerLog:
-    """The kept answers of one run; a context manager once opened.
+    """The kept answers of one run.
 
     Args:
         out: The output of the run.
+
+    Attributes:
+        path: Where the answers are kept.
+        count: Answers in it, once it is open.
     """
 
     def __init__(self, out: Path) -> None:
         self.path = sibling(located(out), "answers")
+        self.count = 0
         self._file: IO[bytes] | None = None
 
     def settle(self, *, resume: bool, force: bool, dry_run: bool) -> None:
@@ -73,6 +78,7 @@ class AnswerLog:
             self._file.truncate(whole)
         if not lines:
             self._write(encode(seal(AnswerLogHeader(plan=plan))))
+        self.count = len(kept)
         return kept
 
     def append(self, answer: Answer) -> None:
@@ -82,6 +88,7 @@ class AnswerLog:
             ResourceError: the disk is full.
         """
         self._write(canonical.dumps(answer.plain()))
+        self.count += 1
 
     def close(self) -> None:
         """Close the file; what is in it stays."""

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -135,7 +135,6 @@ def gather_answers(
 
     Raises:
         EvaluationError, UnavailableError: see `ask_all`; what was answered stays in `log`.
-        Interrupted, KeyboardInterrupt: with a note that says how to continue.
     """
     answers = {key_of(answer): answer for answer in kept}
     missing = [job for job in jobs if job.key not in answers]
@@ -152,16 +151,28 @@ def gather_answers(
             await ask_all(clients, missing, wishes, sampling, concurrency, keep)
 
     reporter.stage(f"asking for {len(missing)} answers" + (f", {len(kept)} are there" if kept else ""))
+    run_async(run())
+    return [answers[job.key] for job in jobs]
+
+
+@contextmanager
+def continued(log: AnswerLog, reporter: Reporter) -> Iterator[None]:
+    """Close the log at the end; when the block fails or a signal ends it, say how to continue with what is kept.
+
+    Raises:
+        Interrupted, KeyboardInterrupt: as they came, with a note.
+    """
     try:
-        run_async(run())
+        yield
     except (KeyboardInterrupt, Interrupted) as stop:
         stop.add_note(CONTINUE)
         raise
-    except KvcqError as error:
-        if answers:
+    except KvcqError:
+        if log.count:
             reporter.note(CONTINUE)
-        raise error
-    return [answers[job.key] for job in jobs]
+        raise
+    finally:
+        log.close()
 
 
 def run_async(work: Coroutine[Any, Any, Result]) -> Result:

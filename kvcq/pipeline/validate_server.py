@@ -16,7 +16,7 @@ from kvcq.errors import InputError
 from kvcq.evaluation.questions import Question, load_questions
 from kvcq.evaluation.scoring.score import require_metrics
 from kvcq.evaluation.statistics import RESAMPLES
-from kvcq.pipeline.asking import all_jobs, find_models, gather_answers, run_async
+from kvcq.pipeline.asking import all_jobs, continued, find_models, gather_answers, run_async
 from kvcq.pipeline.judging import compare, judge, score_warnings, server_scores, task_files
 from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
@@ -109,14 +109,12 @@ def run_questions(request: ServerRequest, questions: Sequence[Question], reporte
         name: Wish(model, request.temperature, request.max_tokens, request.body, request.allow_empty)
         for name, model in models.items()
     }
-    try:
+    with continued(log, reporter):
         kept = log.open(ScoresPlan(servers=labels, tasks=tasks, sampling=sampling))
         jobs = all_jobs(names, questions, request.samples)
         clients = _clients(request, names, key, retries=request.retries)
         answers = gather_answers(clients, jobs, wishes, sampling, request.concurrency, log, kept, reporter)
-    finally:
-        log.close()
-    judged = judge(questions, answers, request.code_timeout, reporter)
+        judged = judge(questions, answers, request.code_timeout, reporter)
     servers = server_scores(labels, tasks, judged, request.samples, request.seed)
     report = ScoresReport(
         sampling=sampling,

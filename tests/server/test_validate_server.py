@@ -299,6 +299,23 @@ def test_a_signal_keeps_what_was_answered(items: Path, tmp_path: Path, number: s
     assert len((tmp_path / ".report.answers").read_bytes().splitlines()) == 6
 
 
+def test_a_signal_while_code_is_judged_loses_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "code.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "metric": "code", "tests": "pass"}))
+    with serve(lambda *_: "while True: pass") as a:
+        words = ["validate", "--server", a.url, "--items", path, "--out", tmp_path / "report"]
+        words += ["--allow-code-execution", "--code-timeout", "60"]
+        child = subprocess.Popen([*KVCQ, *map(str, words)], stderr=subprocess.PIPE, text=True)
+        assert child.stderr is not None
+        while "judging" not in child.stderr.readline():
+            pass
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=10)
+    assert child.returncode == 130 and "--resume" in told
+    assert len((tmp_path / ".report.answers").read_bytes().splitlines()) == 2
+
+
 def test_needles_are_asked_as_the_prompts_of_the_local_task(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     needles = ValidateRequest(
