@@ -90,6 +90,7 @@ def serve(
     reporter.stage("verifying the bundle")
     bundle = _open_bundle(request)
     capacity = plan_capacity(request, bundle.manifest)
+    template = read_text(request.chat_template, "--chat-template")
     with closing(bind(request.host, request.port)) as bound:
         url = url_of(bound, request.host)
         loaded = open_model(request, reporter, longest=capacity.context)
@@ -101,7 +102,7 @@ def serve(
             proof = prove(bundle, host)
             for line in startup_lines(request, bundle, loaded, capacity, proof):
                 reporter.note(line)
-            return _run(request, bundle, loaded, host, capacity, proof, url, bound, on_ready)
+            return _run(request, bundle, loaded, host, capacity, proof, template, url, bound, on_ready)
 
 
 def _open_bundle(request: ServeRequest) -> Bundle:
@@ -142,6 +143,7 @@ def _run(
     host: Host,
     capacity: Capacity,
     proof: Proof,
+    template: str | None,
     url: str,
     bound: Any,
     on_ready: Callable[[Ready], None] | None,
@@ -153,7 +155,6 @@ def _run(
     from kvcq.runtime.hf.engine.engine import Engine, Limits
 
     manifest, tokenizer = bundle.manifest, loaded.tokenizer
-    template = read_text(request.chat_template, "--chat-template")
     words = Words(
         encode=lambda text: _prompt(tokenizer, text, capacity.context),
         render=lambda turns, thinking: chat_prompt(tokenizer, turns, chat_template=template, thinking=thinking),

@@ -77,6 +77,7 @@ def test_a_cache_that_takes_more_memory_is_refused(parts):
         ({"max_context": 513}, InputError, "the model's context is 512"),
         ({"memory": 150_000, "max_running": 1, "max_context": 512}, InputError, "not 512"),
         ({"host": "no such host"}, InputError, "no address"),
+        ({"chat_template": "missing.jinja"}, InputError, "cannot read missing.jinja"),
         ({"host": "203.0.113.1"}, InputError, "cannot listen on"),
     ],
     ids=str,

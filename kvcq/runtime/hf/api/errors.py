@@ -65,7 +65,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part != "body"]
+        path = [str(part) for part in first["loc"] if part != "body" and not _names_type(part)]
         name = ".".join(path) or None
         return ApiError(400, visible(f"{name or 'body'}: {first['msg']}"), param=name).response()
 
@@ -76,3 +76,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:
         return ApiError(500, visible(f"unexpected {type(error).__name__}: {error}"), code="internal").response()
+
+
+def _names_type(part: object) -> bool:
+    """Say whether a step of pydantic's path names a member of a union, not a field: ``str``, ``list[int]`` ..."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or "-" in part)
