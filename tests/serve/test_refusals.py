@@ -102,6 +102,20 @@ def test_bodies_that_are_no_request_are_400(served, content):
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
+def test_a_web_page_cannot_post_without_asking_first(served):
+    """Browsers send text/plain across origins unasked; JSON needs a permission that this server never gives."""
+    content = b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'
+    assert (
+        served.http.post("/v1/completions", content=content, headers={"content-type": "text/plain"}).status_code == 400
+    )
+    asked = {
+        "origin": "http://x",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+    assert "access-control-allow-origin" not in served.http.options("/v1/completions", headers=asked).headers
+
+
 def test_half_surrogates_in_extra_fields_are_400(served):
     turn = b'{"role": "user", "content": "a", "name": "\\ud800"}, {"role": "\\ud800", "content": "x"}'
     content = b'{"model": "tiny", "messages": [' + turn + b"]}"
