@@ -53,7 +53,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None,
     """
     try:
         template = tokenizer.get_chat_template(chat_template)
-    except (ValueError, NotImplementedError):  # none, or several of which none is the default
+    except (ValueError, RuntimeError):  # none, or several of which none is the default
         template = ""
     if not template:
         raise InputError("the tokenizer has no chat template", where=_name(tokenizer), fix=fix)
