@@ -90,13 +90,14 @@ def attend(
         needed = _needed(tiers, int(bounds.min()), int(bounds.max()), first + part.stop)
         queries = q[:, part].to(dtype)
         mapped, offset = codec.query(queries), codec.query_offset(queries) if shifted else None
-        own = torch.arange(first + part.start, first + part.stop, device=q.device)
-        bounds = bounds.to(q.device, non_blocking=True)
+        # A single query reads all of what it needs.
+        single = queries.shape[1] == 1
+        own = None if single else torch.arange(first + part.start, first + part.stop, device=q.device)
+        bounds = bounds if single else bounds.to(q.device)
         logits, values = [], []
         for tier in needed:
             scores = cap_logits(grouped_products(mapped, tier.keys.to(dtype)), offset, scaling, softcap)
-            # A single query reads all of what it needs.
-            seen = _seen(tier, own, bounds) if queries.shape[1] > 1 else None
+            seen = None if own is None else _seen(tier, own, bounds)
             if visible is not None:
                 shown = visible[part, tier.start : tier.stop]
                 seen = shown if seen is None else seen & shown

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcq.codecs.pair import HeadCodec
@@ -194,7 +194,13 @@ class Host:
         self.close()
 
     def _library_layers(self) -> list[CacheLayerMixin]:
-        layers = list(new_cache(self.model).layers)
+        cache = new_cache(self.model)
+        if type(cache) is not DynamicCache:
+            raise UnsupportedError(
+                f"the model takes no other cache than its own {type(cache).__name__}",
+                where=f"model_type {self.model.config.model_type}",
+            )
+        layers = list(cache.layers)
         # Without layer types in its configuration the library makes layers as they come.
         missing = decoder_config(self.model).num_hidden_layers - len(layers)
         return layers + [DynamicLayer() for _ in range(missing)]

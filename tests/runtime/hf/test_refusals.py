@@ -122,6 +122,13 @@ def test_nothing_to_quantize_and_layers_that_are_not_there_are_refused():
     assert model.config._attn_implementation == sliding.config._attn_implementation == "sdpa"
 
 
+def test_models_whose_cache_holds_more_than_keys_and_values_are_refused():
+    with pytest.raises(UnsupportedError, match=r"no other cache than its own MiniMaxCache.*minimax"):
+        host_of(tiny_model("minimax", layer_types=["full_attention", "linear_attention"] * 2))
+    with pytest.raises(MismatchError, match=r"LinearAttentionAndFullAttentionLayer.*layer 0"):
+        host_of(tiny_model("falcon_h1"))
+
+
 def test_another_batch_and_offloading_are_refused():
     model = tiny_model()
     with host_of(model) as host:
