@@ -33,8 +33,9 @@ SENTENCES = (
     "Chapter {0} tells how the bridge was built in {1} weeks.",
     "Please keep the key number {0} in drawer {1}.",
 )
-# Sentences of a prompt and tokens of its answer, how many distinct requests, and how often they are drawn.
-SIZES = {"short": (1, 8, 14, 82), "medium": (18, 6, 5, 15), "long": (88, 4, 1, 3)}
+# Sentences of a prompt and tokens of its answer, how many distinct requests, and how often they are drawn. Medium and
+# long prompts are longer than the exact windows together, so they are read through the codes.
+SIZES = {"short": (1, 8, 14, 80), "medium": (27, 6, 4, 17), "long": (98, 4, 2, 3)}
 SETTLED = 50
 
 
