@@ -30,7 +30,7 @@ def cache_of(d_k, d_v, pair, windows, batch, context):
 @pytest.mark.parametrize(("d_k", "d_v"), [(64, 64), (80, 80), (128, 128), (256, 256), (128, 64)])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_allocated_bytes_are_the_bits_per_element_to_the_byte(d_k, d_v, pair):
-    for context in CONTEXTS:
+    for context in CONTEXTS if d_k < 256 else (65,):
         cache, bits, elements = cache_of(d_k, d_v, PAIRS[pair], Windows(), 1, context)
         assert cache.allocated_bytes() == round(bits.total * elements / 8), context
 

@@ -224,7 +224,7 @@ def test_bundles_and_modes_interleave_on_one_model():
 
 def test_threads_with_a_cache_each_do_not_disturb_one_another():
     model = double(num_hidden_layers=2)
-    prompts = [tiny_tokens(40, seed=seed) for seed in range(4)]
+    prompts = [tiny_tokens(20, seed=seed) for seed in range(4)]
     with host_of(model) as host:
         wanted = [run(model, host.new_cache(), prompt, 1) for prompt in prompts]
         found = [None] * 4
