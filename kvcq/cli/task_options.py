@@ -31,6 +31,9 @@ NeedleTasks = Annotated[
 ]
 NeedleLengths = Annotated[str | None, typer.Option(help="Context lengths of needle, e.g. 4k,8k; default: --contexts.")]
 NeedleDepths = Annotated[str, typer.Option(help="Depths of the first needle in percent, taken in turns.")]
+NeedleArtifacts = Annotated[
+    str | None, typer.Option(help="Artifacts asked for needles beside the reference, by name; default: all.")
+]
 NeedleItems = Annotated[int, typer.Option(help="Items of each needle subtask at each length.", min=1)]
 Haystack = Annotated[
     str,
@@ -39,7 +42,13 @@ Haystack = Annotated[
 
 
 def task_fields(
-    *, tasks: str, needle_tasks: str, needle_lengths: str | None, needle_depths: str, **plain: Any
+    *,
+    tasks: str,
+    needle_tasks: str,
+    needle_lengths: str | None,
+    needle_depths: str,
+    needle_artifacts: str | None,
+    **plain: Any,
 ) -> dict[str, Any]:
     """Return the fields of `ValidateRequest` that these options set.
 
@@ -50,6 +59,7 @@ def task_fields(
         "tasks": _names(tasks),
         "needle_tasks": None if needle_tasks == "all" else _names(needle_tasks),
         "needle_lengths": None if needle_lengths is None else parse_lengths(needle_lengths, "--needle-lengths"),
+        "needle_artifacts": None if needle_artifacts is None else _names(needle_artifacts),
         "needle_depths": tuple(_percent(item) for item in needle_depths.split(",")),
     }
 

@@ -66,6 +66,7 @@ from kvcq.cli.task_options import (
     Chunk,
     DecodeSteps,
     Haystack,
+    NeedleArtifacts,
     NeedleDepths,
     NeedleItems,
     NeedleLengths,
@@ -114,6 +115,7 @@ def command(
     needle_lengths: NeedleLengths = None,
     needle_depths: NeedleDepths = "0,25,50,75,100",
     needle_items: NeedleItems = 20,
+    needle_artifacts: NeedleArtifacts = None,
     haystack: Haystack = "builtin:noise",
     seed: Annotated[int, typer.Option(help="Seed of needle questions, of sampling and of bootstraps.", min=0)] = 0,
     sweep_axes: SweepAxes = None,
@@ -179,6 +181,7 @@ def command(
         new_tokens=new_tokens,
         decode_steps=decode_steps,
         needle_items=needle_items,
+        needle_artifacts=needle_artifacts,
         haystack=haystack,
     )
 

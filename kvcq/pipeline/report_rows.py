@@ -185,5 +185,7 @@ def _task_words(request: ValidateRequest, settings: TaskSettings | None) -> list
     if (needle := settings.needle) is not None:
         words += [f"--needle-tasks {','.join(needle.tasks)}", f"--needle-items {needle.items}"]
         words += [f"--needle-lengths {','.join(map(str, needle.contexts))}", f"--haystack {needle.haystack}"]
+        if request.needle_artifacts is not None:
+            words.append(f"--needle-artifacts {','.join(request.needle_artifacts)}")
         words.append(f"--needle-depths {','.join(f'{depth:g}' for depth in needle.depths)}")
     return words

@@ -170,6 +170,7 @@ class ValidateRequest(ModelRequest):
         needle_lengths: Its context lengths; None: `contexts`.
         needle_depths: Depths of the first needle in percent, in turns from item to item.
         needle_items: Items of each subtask at each length.
+        needle_artifacts: Artifacts (by name) that are asked for needles, beside the reference; None: all of them.
         haystack: Text that needles are hidden in: ``builtin:noise``, ``builtin:pydoc-topics``, or a file.
     """
 
@@ -197,6 +198,7 @@ class ValidateRequest(ModelRequest):
     needle_lengths: tuple[int, ...] | None = None
     needle_depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
     needle_items: int = 20
+    needle_artifacts: tuple[str, ...] | None = None
     haystack: str = "builtin:noise"
     force: bool = False
     dry_run: bool = False

@@ -10,6 +10,7 @@ from kvcq.codecs.windows import oldest_served
 from kvcq.errors import SHOWN, InputError, shown
 from kvcq.evaluation.agreement import NEAR_TIE
 from kvcq.evaluation.attention import check_context
+from kvcq.evaluation.gates import REFERENCE, Gate
 from kvcq.evaluation.needle import SUBTASKS
 from kvcq.evaluation.perplexity import SCORE_FROM
 from kvcq.evaluation.session import Chunking
@@ -110,6 +111,30 @@ def check_windows(request: ValidateRequest, contexts: Contexts, subjects: Sequen
                 )
     if request.cached_at is not None and request.semantics != "served":
         raise InputError("only a served prefill has a cached prefix", where="--cached-at", fix="add --semantics served")
+
+
+def needle_asked(request: ValidateRequest, name: str) -> bool:
+    """Return True when an artifact, or the reference, is asked for needles."""
+    return name == REFERENCE or request.needle_artifacts is None or name in request.needle_artifacts
+
+
+def check_asked(request: ValidateRequest, names: Sequence[str], gates: Sequence[Gate]) -> None:
+    """Refuse needles for artifacts that are not there, and gates on needles that some would not be asked for.
+
+    Raises:
+        InputError: names the flag and the artifact.
+    """
+    if request.needle_artifacts is None:
+        return
+    _known(request.needle_artifacts, names, "--needle-artifacts")
+    for gate in gates:
+        for name in gate.artifacts or names:
+            if gate.metric.startswith("needle") and not needle_asked(request, name):
+                raise InputError(
+                    f"the gate on {gate.metric} judges {name}, which is not asked for needles",
+                    where="--gates",
+                    fix="name it in --needle-artifacts, or name the gate's artifacts",
+                )
 
 
 def check_positions(request: ValidateRequest, contexts: Contexts, longest: int | None) -> None:

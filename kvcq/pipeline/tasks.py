@@ -21,7 +21,7 @@ from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.runners import Codecs, cache_mode, open_runners
 from kvcq.pipeline.subjects import Subject
-from kvcq.pipeline.task_plan import Contexts, chunking_of
+from kvcq.pipeline.task_plan import Contexts, chunking_of, needle_asked
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.tasks import PairTest, TaskScores
 
@@ -69,19 +69,22 @@ def run_tasks(
             scores = _continuations(request, runners, texts, contexts, scores, reporter)
         if needles is not None:
             reporter.stage("needles")
+            asked = [needle_asked(request, runner.name) for runner in runners]
+            chosen = [runner for runner, wanted in zip(runners, asked, strict=True) if wanted]
             answered = ask(
-                runners,
+                chosen,
                 needles.questions,
                 decode=_decoder(loaded),
                 stop=stop_tokens(loaded),
                 chunking=chunking,
                 progress=_progress(reporter, "answers"),
             )
+            found = iter(answered)
             scores = [
-                own.model_copy(update={"needle": needle_score(items, seed=request.seed)})
-                for own, items in zip(scores, answered, strict=True)
+                own.model_copy(update={"needle": needle_score(next(found), seed=request.seed)}) if wanted else own
+                for own, wanted in zip(scores, asked, strict=True)
             ]
-            pairs = needle_pairs([(runner.name, items) for runner, items in zip(runners, answered, strict=True)])
+            pairs = needle_pairs([(runner.name, items) for runner, items in zip(chosen, answered, strict=True)])
     return list(scores), pairs
 
 

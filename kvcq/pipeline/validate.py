@@ -25,7 +25,7 @@ from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.runners import cache_mode
 from kvcq.pipeline.sources import open_corpus, open_model
 from kvcq.pipeline.subjects import Subject, open_subjects
-from kvcq.pipeline.task_plan import check_positions, check_windows, settings_of, task_contexts
+from kvcq.pipeline.task_plan import check_asked, check_positions, check_windows, settings_of, task_contexts
 from kvcq.pipeline.tasks import run_tasks
 from kvcq.reports.html import render_html
 from kvcq.runtime.compat import check_frame, check_model
@@ -90,7 +90,9 @@ def measure(
     tasks = task_contexts(request)
     contexts = tuple(sorted(set(request.contexts)))
     check_windows(request, tasks, subjects)
-    check_gates(gates, [subject.name for subject in subjects], tasks)
+    names = [subject.name for subject in subjects]
+    check_gates(gates, names, tasks)
+    check_asked(request, names, gates)
     loaded = open_model(request, reporter, longest=contexts[-1])
     check_positions(request, tasks, loaded.geometry.max_positions)
     origins: dict[str, tuple[str, ...]] = {}

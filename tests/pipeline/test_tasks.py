@@ -197,3 +197,18 @@ def test_what_cannot_be_measured_is_refused_first(world: World, tmp_path: Path, 
 def test_codecs_for_accuracy_only_have_no_packed_cache(world: World, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="use mode simulate"):
         world.validate(tmp_path / "report", world.fits["kivi"], tasks=("perplexity",), cache="packed", canary=())
+
+
+def test_needles_may_be_asked_of_some_artifacts_only(world: World, tmp_path: Path) -> None:
+    fits = [world.fits[name] for name in ("nova", "kivi")]
+    options = SMALL | {"tasks": ("needle",), "needle_tasks": ("single_1",), "needle_items": 1}
+    report = world.validate(tmp_path / "r", *fits, **options, needle_artifacts=("kivi",)).report
+    assert [scores(row).needle is not None for row in report.artifacts] == [True, False, True]
+    assert [(pair.first, pair.second) for pair in report.pairs] == [(report.artifacts[0].name, "kivi")]
+    assert "--needle-artifacts kivi" in report.command
+    with pytest.raises(InputError, match=r"--needle-artifacts.*did you mean kivi"):
+        world.validate(tmp_path / "s", *fits, **options, needle_artifacts=("kiwi",))
+    gates = tmp_path / "gates.yaml"
+    gates.write_text("gates: [{metric: needle, min: 0.5}]")
+    with pytest.raises(InputError, match="judges nova"):
+        world.validate(tmp_path / "s", *fits, **options, needle_artifacts=("kivi",), gates=gates)
