@@ -80,8 +80,6 @@ from kvcq.cli.task_options import (
 from kvcq.cli.values import parse_lengths
 from kvcq.errors import InputError
 
-LM_EVAL = "python -m kvcq.runtime.hf.lm_eval"
-
 
 def command(
     artifacts: Annotated[
@@ -281,10 +279,7 @@ def command(
         console.result("dry run: artifacts, model and text fit together; nothing written", result.payload())
         return
     console.report(result.report, f"report: {result.path / 'report.html'}", result.payload())
-    arguments = f"pretrained={model},bundle=NAME.kvcq"
-    console.note(f"more tasks, on a packed bundle: {LM_EVAL} run --model kvcq --model_args {arguments} --tasks gsm8k")
-    if result.report.tasks is not None:
-        console.note(lm_eval_line(found, model))
+    console.note(lm_eval_line(found, model))
     if result.failed_gates:
         raise GateFailed(
             f"{len(result.failed_gates)} of {len(result.report.gates)} gates failed",
