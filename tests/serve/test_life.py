@@ -14,6 +14,8 @@ from kvcq.runtime.hf.engine.engine import Engine
 from tests.serve.conftest import serving
 
 LONG = 450
+# A random model may end its text at any token.
+ENDLESS = {"ignore_eos": True}
 
 
 def wait_for(condition, seconds=30):
@@ -34,7 +36,7 @@ def idle(served):
 
 def test_a_stream_that_is_closed_is_not_computed_further(served):
     before = cancelled(served)
-    stream = served.complete(max_tokens=LONG, stream=True)
+    stream = served.complete(max_tokens=LONG, stream=True, extra_body=ENDLESS)
     next(iter(stream))
     stream.close()
     wait_for(lambda: cancelled(served) == before + 1)
@@ -44,14 +46,16 @@ def test_a_stream_that_is_closed_is_not_computed_further(served):
 def test_a_client_that_hangs_up_is_noticed_without_a_stream(served):
     before = cancelled(served)
     with pytest.raises(openai.APITimeoutError):
-        served.client.with_options(timeout=0.3).completions.create(model="tiny", prompt="a", max_tokens=LONG, n=4)
+        served.client.with_options(timeout=0.3).completions.create(
+            model="tiny", prompt="a", max_tokens=LONG, n=4, extra_body=ENDLESS
+        )
     wait_for(lambda: cancelled(served) == before + 4)
     wait_for(lambda: idle(served))
 
 
 def test_a_full_queue_is_429_with_a_time_to_retry(tiny):
     with serving(tiny, max_running=1, max_queue=1) as served:
-        stream = served.complete(max_tokens=LONG, stream=True)
+        stream = served.complete(max_tokens=LONG, stream=True, extra_body=ENDLESS)
         next(iter(stream))
         waiting = threading.Thread(target=served.post, kwargs={"max_tokens": 1})
         waiting.start()
@@ -66,10 +70,10 @@ def test_a_full_queue_is_429_with_a_time_to_retry(tiny):
 
 def test_time_runs_out_as_504_and_in_a_stream_as_an_error(tiny):
     with serving(tiny, timeout=0.5) as served:
-        answer = served.post(max_tokens=LONG)
+        answer = served.post(max_tokens=LONG, **ENDLESS)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         with pytest.raises(openai.APIError, match=r"within 0\.5 seconds"):
-            list(served.complete(max_tokens=LONG, stream=True))
+            list(served.complete(max_tokens=LONG, stream=True, extra_body=ENDLESS))
         assert served.complete(max_tokens=1).choices
     assert served.result.failed == {"timeout": 2} and served.result.done == {"length": 1}
 
@@ -94,7 +98,7 @@ def refuses(served):
 
 def test_a_server_that_must_end_says_so_in_the_stream(tiny):
     with serving(tiny) as served:
-        stream = iter(served.complete(max_tokens=LONG, stream=True))
+        stream = iter(served.complete(max_tokens=LONG, stream=True, extra_body=ENDLESS))
         next(stream)
         served.ready.stop(0)
         with pytest.raises(openai.APIError, match="shutting down"):
