@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-
 @dataclass(frozen=True)
 class Subject:
     """One artifact under measurement; `tensors` by full name."""
