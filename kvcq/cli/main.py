@@ -24,7 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for verb in (quickstart, collect, merge, fit, validate, pack, serve, inspect, verify, diff, methods, env):
-    app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
+    # The whole first sentence: click would cut it at the width of the list.
+    summary = " ".join((verb.command.__doc__ or "").partition("\n\n")[0].split())
+    app.command(name=verb.__name__.rpartition(".")[2], short_help=summary)(verb.command)
 
 # Typer bundles its own copy of click since 0.20: its public errors lead to the base class of either.
 _ClickError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
