@@ -85,6 +85,12 @@ class Console:
         elif not self._quiet:
             self._line(text)
 
+    def settle(self) -> None:
+        """End the live bar: what follows is told line by line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
     def advance(self, done: int, total: int, unit: str) -> None:
         """Show progress: the bar, or a line now and then."""
         if self._live is not None and self._task is not None:

@@ -81,6 +81,7 @@ def command(
 
         def ready(server: Ready) -> None:
             console.stage("serving")
+            console.settle()  # a server has no progress to show
             console.result(server.text(), server.payload())
 
         serve(request, console, ready)

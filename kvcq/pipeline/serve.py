@@ -102,7 +102,7 @@ def serve(
             proof = prove(bundle, host)
             for line in startup_lines(request, bundle, loaded, capacity, proof):
                 reporter.note(line)
-            return _run(request, bundle, loaded, host, capacity, proof, template, url, bound, on_ready)
+            return _run(request, bundle, loaded, host, capacity, proof, template, url, bound, on_ready, reporter)
 
 
 def _open_bundle(request: ServeRequest) -> Bundle:
@@ -147,6 +147,7 @@ def _run(
     url: str,
     bound: Any,
     on_ready: Callable[[Ready], None] | None,
+    reporter: Reporter,
 ) -> ServeResult:
     from kvcq.runtime.hf.api.about import About
     from kvcq.runtime.hf.api.metrics import Meters
@@ -195,7 +196,11 @@ def _run(
             told = {"url": url, "model": about.name, "digest": about.digest, "context": about.context, **record}
             on_ready(Ready(url, told, server.stop))
 
-    server = Server(service, request.grace, ready)
+    def closing() -> None:
+        if request.grace and (left := engine.running + engine.waiting):
+            reporter.note(f"{left} requests have {request.grace:g} s to end; a second signal ends them at once")
+
+    server = Server(service, request.grace, ready, closing)
     engine.start()
     counts = engine.counts
     try:

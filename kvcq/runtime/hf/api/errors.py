@@ -65,6 +65,13 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            where = next((part for part in first["loc"] if isinstance(part, int)), 0)
+            reason = first.get("ctx", {}).get("error", "")
+            return ApiError(400, visible(f"the body is not JSON, at character {where}: {reason}")).response()
+        if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "dict_type", "missing"):
+            fix = "send a JSON object with the header Content-Type: application/json"
+            return ApiError(400, f"the body is not a JSON object: {fix}").response()
         path = [str(part) for part in first["loc"] if part != "body" and not _names_type(part)]
         name = ".".join(path) or None
         return ApiError(400, visible(f"{name or 'body'}: {first['msg']}"), param=name).response()

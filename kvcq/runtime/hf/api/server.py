@@ -56,9 +56,12 @@ class Server(uvicorn.Server):
         service: What is served; its engine is running.
         grace: Seconds.
         on_ready: Called when requests are accepted.
+        on_closing: Called at the first signal, in its handler.
     """
 
-    def __init__(self, service: Service, grace: float, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, service: Service, grace: float, on_ready: Callable[[], None], on_closing: Callable[[], None]
+    ) -> None:
         config = uvicorn.Config(
             create_app(service),
             log_level="critical",
@@ -69,7 +72,8 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self._engine, self._grace, self._on_ready = service.engine, grace, on_ready
+        self._engine, self._grace = service.engine, grace
+        self._on_ready, self._on_closing = on_ready, on_closing
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -88,6 +92,7 @@ class Server(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
             self._engine.close(self._grace)
+            self._on_closing()
 
     def stop(self, grace: float) -> None:
         """End without a signal; safe from any thread."""
