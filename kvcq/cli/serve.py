@@ -14,7 +14,7 @@ from kvcq.cli.values import parse_length, parse_size
 if TYPE_CHECKING:
     from kvcq.pipeline.serve import Ready
 
-ENGINES = ("hf", "sglang")
+ENGINES = ("hf",)
 
 
 def command(
@@ -53,8 +53,9 @@ def command(
     from kvcq.pipeline.requests import ServeRequest
     from kvcq.pipeline.serve import serve
 
-    if choice(engine, ENGINES, "--engine") == "sglang":
+    if engine == "sglang":
         raise UnsupportedError("the SGLang engine is not in this version", where="--engine", fix="use --engine hf")
+    choice(engine, ENGINES, "--engine")
     request = ServeRequest(
         bundle=bundle,
         model=model,
