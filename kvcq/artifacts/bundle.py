@@ -13,7 +13,7 @@ from kvcq.artifacts.archive import archive_chunks
 from kvcq.artifacts.expected import check_windows
 from kvcq.artifacts.fit_file import FitArtifact, check_promise, check_served
 from kvcq.artifacts.integrity import Files, open_files
-from kvcq.artifacts.kinds import FILES, MANIFESTS
+from kvcq.artifacts.kinds import FILES, MANIFESTS, require_kind
 from kvcq.artifacts.report_file import ReportArtifact, read_canary, text
 from kvcq.artifacts.seal import decode, encode, seal
 from kvcq.artifacts.store import Staging
@@ -143,9 +143,12 @@ def open_bundle(path: Path) -> Bundle:
 
     Raises:
         CorruptArtifactError: anything altered, truncated, missing, unlisted, or tensors that do not fit the plan.
+        InputError: an artifact of another kind.
         MismatchError: another format version.
     """
-    return load_bundle(open_files(path))
+    files = open_files(path)
+    require_kind(set(files.sizes), "bundle", path)
+    return load_bundle(files)
 
 
 def load_bundle(files: Files) -> Bundle:

@@ -41,6 +41,18 @@ CodeTimeout = Annotated[float, typer.Option(help="With --server: seconds for one
 AllowEmpty = Annotated[bool, typer.Option("--allow-empty", help="With --server: an empty answer is wrong, no error.")]
 Resume = Annotated[bool, typer.Option("--resume", help="With --server: continue an interrupted run.")]
 
+# What only one of the two ways to validate reads, by parameter.
+SERVER_ONLY = (
+    *("items", "served_model", "api", "samples", "temperature", "max_tokens", "body", "concurrency", "timeout"),
+    *("retries", "api_key_file", "allow_code_execution", "code_timeout", "allow_empty", "resume"),
+)
+LOCAL_ONLY = (
+    *("artifacts", "data", "passages", "queries", "gates", "canary", "device", "dtype", "device_map", "strict"),
+    *("semantics", "chunk", "cached_at", "cache", "new_tokens", "decode_steps", "needle_artifacts"),
+    *("sweep_axes", "stats", "method", "recipe", "settings", "target_context"),
+)
+FLAGS = {"artifacts": "FIT", "canary": "--no-canary", "sweep_axes": "--sweep", "settings": "--set"}
+
 _NAMED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9 ._-]{0,63})=(.+)$", re.DOTALL)
 
 
@@ -85,20 +97,23 @@ def parse_body(text: str) -> dict[str, Any]:
     return plain
 
 
-def refuse_mixed(servers: bool, given: dict[str, bool]) -> None:
-    """Refuse options of the other way to validate.
+def refuse_mixed(context: typer.Context, servers: bool) -> None:
+    """Refuse options of the other way to validate: none of them would do anything.
 
     Args:
+        context: Tells what the user gave.
         servers: Servers are asked.
-        given: By option: whether the user gave it.
 
     Raises:
         InputError: names the first one.
     """
-    for flag, present in given.items():
-        if present:
-            what = f"{flag} and --server exclude each other" if servers else f"{flag} needs --server"
-            raise InputError(what, where=flag, fix="see kvcq validate --help")
+    for name in LOCAL_ONLY if servers else SERVER_ONLY:
+        source = context.get_parameter_source(name)
+        if source is None or source.name == "DEFAULT":
+            continue
+        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+        what = f"{flag} and --server exclude each other" if servers else f"{flag} needs --server"
+        raise InputError(what, where=flag, fix="see kvcq validate --help")
 
 
 def needle_options(tasks: Sequence[str], model: str | None) -> bool:

@@ -80,8 +80,11 @@ from kvcq.cli.task_options import (
 from kvcq.cli.values import parse_lengths
 from kvcq.errors import InputError
 
+MAX_SEED = (1 << 53) - 1
+
 
 def command(
+    context: typer.Context,
     artifacts: Annotated[
         list[Path] | None, typer.Argument(help="Fit folders or bundles, measured side by side.")
     ] = None,
@@ -115,7 +118,9 @@ def command(
     needle_items: NeedleItems = 20,
     needle_artifacts: NeedleArtifacts = None,
     haystack: Haystack = "builtin:noise",
-    seed: Annotated[int, typer.Option(help="Seed of needle questions, of sampling and of bootstraps.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of needle questions, of sampling and of bootstraps.", min=0, max=MAX_SEED)
+    ] = 0,
     sweep_axes: SweepAxes = None,
     stats: Stats = None,
     method: SweptMethod = None,
@@ -209,9 +214,8 @@ def command(
             **chosen,
         )
 
+    refuse_mixed(context, bool(server))
     if server:
-        refuse_mixed(True, {"FIT": bool(artifacts), "--data": bool(data), "--gates": gates is not None})
-        refuse_mixed(True, {"--sweep": bool(sweep_axes), "--stats": stats is not None})
         needles = needle_options(chosen["tasks"], model)
         request = server_request(
             server,
@@ -238,7 +242,6 @@ def command(
         )
         run_servers(request, console)
         return
-    refuse_mixed(False, {"--items": bool(items), "--served-model": bool(served_model), "--resume": resume})
     found, axes = split_axes(artifacts or (), sweep_axes or ())
     refuse_stray(
         axes,

@@ -266,7 +266,7 @@ def base_url(text: str) -> httpx2.URL:
         url = httpx2.URL(text.strip())
     except (httpx2.InvalidURL, ValueError):
         url = httpx2.URL("")
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 1 << 16:
         raise InputError(
             f"{shown(text)} is not a URL", where="--server", fix="write for example http://127.0.0.1:30000"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from kvcq.pipeline.requests import ServerRequest
 from kvcq.pipeline.server_client import ServerClient, Wish
 from kvcq.pipeline.versions import installed
 from kvcq.reports.scores import render_scores, scores_text
+from kvcq.spec import canonical
 from kvcq.spec.scores import Sampling, ScoresPlan, ScoresReport
 from kvcq.version import __version__
 
 RESERVED = frozenset({"model", "messages", "prompt", "seed", "stream", "n", "temperature", "max_tokens"})
 UNNAMED = "server"
+MAX_SEED = (1 << 53) - 1
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,13 @@ def _check(request: ServerRequest, questions: Sequence[Question]) -> None:
         raise InputError(what, where="--server", fix="write NAME=URL with a name for each")
     if not math.isfinite(request.temperature) or request.temperature < 0:
         raise InputError("not a temperature", where="--temperature", fix="use 0 or a positive number")
+    if not 0 <= request.seed <= MAX_SEED:
+        raise InputError(f"{request.seed} is no seed", where="--seed", fix=f"use 0 to {MAX_SEED}")
+    try:
+        canonical.dumps(request.body)
+    except (ValueError, TypeError) as error:
+        fix = "use JSON as every server reads it: finite numbers, valid Unicode"
+        raise InputError(f"not for JSON: {error}", where="--body", fix=fix) from None
     if taken := sorted(RESERVED & set(request.body)):
         raise InputError(f"{taken[0]} is set by kvcq itself", where="--body", fix="leave it out, or use its own option")
     for question in questions:
@@ -196,7 +206,7 @@ def _versions() -> dict[str, str]:
 
 def _command(request: ServerRequest, names: Sequence[str]) -> str:
     """Return the command that repeats the run, without machine paths and addresses."""
-    words = ["kvcq validate", *(f"--server {name}=URL" for name in names)]
+    words = ["kvcq validate", *(f"--server {shlex.quote(f'{name}=URL')}" for name in names)]
     words += [f"--items {path.name}" for path in request.items]
     if (needles := request.needles) is not None:
         lengths = ",".join(map(str, needles.needle_lengths or needles.contexts))
@@ -204,6 +214,8 @@ def _command(request: ServerRequest, names: Sequence[str]) -> str:
         words += [f"--needle-items {needles.needle_items}", f"--haystack {Path(needles.haystack).name}"]
         words += [f"--needle-tasks {','.join(needles.needle_tasks)}"] if needles.needle_tasks else []
         words += [f"--needle-depths {','.join(f'{depth:g}' for depth in needles.needle_depths)}"]
+        words += [f"--template {needles.template}"] if needles.template != "auto" else []
+        words += [f"--chat-template {needles.chat_template.name}"] if needles.chat_template is not None else []
     words += [f"--samples {request.samples}", f"--temperature {request.temperature:g}", f"--seed {request.seed}"]
     words += [f"--max-tokens {request.max_tokens}"]
     if request.api != "chat":
@@ -211,7 +223,9 @@ def _command(request: ServerRequest, names: Sequence[str]) -> str:
     if request.body:
         import json
 
-        words.append(f"--body '{json.dumps(request.body, sort_keys=True)}'")
+        words.append(f"--body {shlex.quote(json.dumps(request.body, sort_keys=True))}")
     if request.allow_code_execution:
-        words.append("--allow-code-execution")
+        words.append(f"--allow-code-execution --code-timeout {request.code_timeout:g}")
+    if request.allow_empty:
+        words.append("--allow-empty")
     return " ".join(words)

@@ -63,6 +63,10 @@ def test_a_full_queue_is_429_with_a_time_to_retry(tiny):
         with pytest.raises(openai.RateLimitError) as refused:
             served.complete(max_tokens=1)
         assert refused.value.code == "queue_full" and int(refused.value.response.headers["retry-after"]) > 0
+        assert "1 requests are running and 1 are waiting" in str(refused.value)
+        # More than could ever be taken at once: to try again would be of no use.
+        with pytest.raises(openai.BadRequestError, match="at most 2 choices at once"):
+            served.complete(max_tokens=1, n=3)
         stream.close()
         waiting.join(30)
         assert served.complete(max_tokens=1).choices

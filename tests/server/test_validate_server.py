@@ -281,6 +281,29 @@ def test_the_command_line_and_its_exit_codes(items: Path, tmp_path: Path, capsys
     assert "exclude each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--server", "http://a", "--method", "nova"), "--method and --server exclude each other"),
+        (("--server", "http://a", "--no-canary"), "--no-canary and --server exclude each other"),
+        (("--server", "http://a", "--semantics", "served"), "--semantics and --server exclude each other"),
+        (("fit", "--samples", "3"), "--samples needs --server"),
+        (("fit", "--allow-code-execution"), "--allow-code-execution needs --server"),
+        (("--server", "http://a:99999"), "'http://a:99999' is not a URL (--server)"),
+        (("--server", "http://a", "--body", '{"a": NaN}'), "not for JSON: "),
+        (("--server", "http://a", "--body", '{"a": "\\ud800"}'), "not for JSON: "),
+        (("--server", "http://a", "--seed", str(2**53)), "'--seed'"),
+    ],
+    ids=str,
+)
+def test_flags_that_would_do_nothing_or_cannot_be_sent_are_refused(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: str
+) -> None:
+    more = ["--items", str(items)] if "--server" in flags else []
+    assert execute(["validate", *flags, *more, "--out", str(tmp_path / "report")]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "report").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_was_answered(items: Path, tmp_path: Path, number: signal.Signals) -> None:
     def answer(prompt: str, request: dict[str, Any]) -> str | Fault:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kvcq.codecs.pair import HeadCodec
-from kvcq.errors import MismatchError, UnsupportedError
+from kvcq.errors import InputError, MismatchError, UnsupportedError
 from kvcq.models.library import decoder_config, new_cache
 from kvcq.runtime.hf.layer import LayerSetting, QuantizedLayer
 from kvcq.runtime.hf.rows import PackedRows, SimulatedRows
@@ -158,8 +158,15 @@ class Host:
         """Return an empty cache; `semantics` says what prefill queries read exactly, by the window rule if None.
 
         Raises:
+            InputError: something else than semantics.
             UnsupportedError: the host is closed.
         """
+        if not isinstance(semantics, Semantics | None):
+            raise InputError(
+                f"{semantics!r} is no semantics",
+                where="semantics",
+                fix="use ByQuery, Served or Deferred of kvcq.runtime.hf.semantics",
+            )
         if not self._close.alive:
             raise UnsupportedError("the host is closed", where="new_cache", fix="attach the model again")
         layers, reader = self._library_layers(), SlotReader()

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvcq.artifacts.bundle import Bundle, open_bundle
+from kvcq.errors import InputError
 from kvcq.models.load import LoadedModel, wrap_model
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.compat import Sealed, check_frame, check_model
@@ -40,6 +41,7 @@ def load_cache(
 
     Raises:
         CorruptArtifactError: the bundle is damaged.
+        InputError: not a bundle, not a model, or not semantics.
         MismatchError: the bundle was fitted for another model.
         UnsupportedError: the model's attention cannot be observed.
     """
@@ -58,6 +60,10 @@ def open_host(
 
     A difference in provenance is a Python warning.
     """
+    if not isinstance(model, PreTrainedModel | LoadedModel):
+        raise InputError(
+            f"{type(model).__name__} is no model", where="model", fix="load it first, e.g. with from_pretrained"
+        )
     name = Path(bundle).name if isinstance(bundle, str | Path) else "bundle"
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
     loaded = model if isinstance(model, LoadedModel) else wrap_model(model, tokenizer, model.name_or_path)

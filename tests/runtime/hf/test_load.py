@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcq
-from kvcq.errors import CorruptArtifactError, KvcqError, MismatchError, UnsupportedError
+from kvcq.errors import CorruptArtifactError, InputError, KvcqError, MismatchError, UnsupportedError
 from kvcq.runtime.hf.load import open_host
 from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.layout import bits_per_element
@@ -91,3 +91,14 @@ def test_a_host_of_a_bundle_makes_many_caches(bundle, model):
     first, second = run(model, host.new_cache(), tokens), run(model, host.new_cache(), tokens)
     host.close()
     assert torch.equal(first, second)
+
+
+def test_other_things_than_bundles_models_and_semantics_are_refused_by_name(bundle, model):
+    fits = bundle[1].parent / "fits"
+    with pytest.raises(InputError, match="this is a fit folder, not bundle"):
+        kvcq.load_cache(fits / "nova", model)
+    with pytest.raises(InputError, match="str is no model"):
+        kvcq.load_cache(bundle[1], str(bundle[0]))
+    with pytest.raises(InputError, match=r"'served' is no semantics .*: use ByQuery, Served or Deferred"):
+        kvcq.load_cache(bundle[1], model, semantics="served")
+    assert model.config._attn_implementation == "sdpa"

@@ -172,8 +172,10 @@ class Service:
         """Hand the choices of a request to the engine, all or none.
 
         Raises:
-            ApiError: 429: the queue is full; 503: shutting down.
+            ApiError: 400: more choices than the server ever takes at once; 429: the queue is full; 503: shutting down.
         """
+        if len(asks) > (most := self.engine.limits.running + self.engine.limits.queue):
+            raise ApiError(400, f"this server takes at most {most} choices at once", param="n")
         answers = Answers(self.engine, self.meters)
         try:
             answers.submit(asks)

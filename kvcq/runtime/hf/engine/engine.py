@@ -150,7 +150,8 @@ class Engine:
             if self.closing or not self.alive:
                 raise Refused("the server is shutting down", closing=True)
             if self.waiting + self.running + len(requests) > self.limits.queue + self.limits.running:
-                raise Refused(f"{self.waiting} requests are waiting already", closing=False)
+                busy = f"{self.running} requests are running and {self.waiting} are waiting"
+                raise Refused(f"the queue is full: {busy}", closing=False)
             self._waiting.extend(requests)
             self._wake.notify()
         return requests
