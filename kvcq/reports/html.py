@@ -12,11 +12,11 @@ from kvcq.reports.kl_chart import kl_chart
 from kvcq.reports.summary import (
     BF16_BITS,
     bits_at,
-    bits_contexts,
     candidates,
     closest,
     contexts,
     is_reference,
+    longest_stored,
     metrics_at,
     skipped,
     verdict,
@@ -51,7 +51,7 @@ def render_html(report: Report) -> str:
         bits=tables.bits_table(report),
         bars=_bars(report),
         longest=max(contexts(report), default=0),
-        stored=_stored(report),
+        stored=longest_stored(report),
         sweep=_sweep(report),
         bytes=tables.bytes_table(report),
         fidelity=fidelity,
@@ -87,11 +87,6 @@ def _chosen(report: Report, best: ArtifactReport | None) -> list[ArtifactReport]
     """Return the artifacts shown layer by layer: of a sweep only the best point, next to those that are no points."""
     points = set() if report.sweep is None else {point.artifact for point in report.sweep.points}
     return [row for row in candidates(report) if row.name not in points or row is best]
-
-
-def _stored(report: Report) -> int:
-    """Return the context at which bits are drawn: the longest measured one, else the longest recorded one."""
-    return max(contexts(report), default=max(bits_contexts(report), default=0))
 
 
 @dataclass(frozen=True)
@@ -142,8 +137,9 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
         facts.append(("Attention KL", number(metrics.kl), f"nats at {context_label(longest)}"))
         facts.append(("Top-1 agreement", percent(metrics.top1), "strongest key unchanged"))
     facts += task_facts(best.tasks)
-    if bits := bits_at(best, _stored(report)):
-        facts.append(("Bits per element", f"{bits:.2f}", f"{BF16_BITS / bits:.1f}× below BF16"))
+    if bits := bits_at(best, stored := longest_stored(report)):
+        remark = f"{BF16_BITS / bits:.1f}× below BF16 at {context_label(stored)}"
+        facts.append(("Bits per element", f"{bits:.2f}", remark))
     if best.bytes_per_token:
         facts.append(("Cache per token", size(best.bytes_per_token), f"{2**30 / best.bytes_per_token:,.0f} tokens/GiB"))
     return facts
@@ -151,7 +147,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
 
 def _bars(report: Report) -> list[tuple[str, float, list[tuple[str, str, float]]]]:
     """Return (name, total bits, [(class, title, percent of 16 bits)]) of each artifact at the longest context."""
-    longest = _stored(report)
+    longest = longest_stored(report)
     bars = []
     for artifact in report.artifacts:
         total, entry = bits_at(artifact, longest), tables.storage_at(artifact, longest)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcq.reports.task_summary import closeness, task_clauses
+from kvcq.reports.task_summary import closeness, task_clauses, task_contexts
 from kvcq.reports.text import clean, context_label, number, percent, plural, ranges
 from kvcq.spec.report import ArtifactReport, AttentionMetrics, GateResult, Report
 
@@ -56,6 +56,13 @@ def bits_contexts(report: Report) -> list[int]:
     return sorted(keys | {entry.context for artifact in report.artifacts for entry in artifact.storage})
 
 
+def longest_stored(report: Report) -> int:
+    """Return the context whose bits stand beside the scores: the longest measured, else the longest known."""
+    known = bits_contexts(report)
+    tasks = {context for artifact in report.artifacts for context in task_contexts(artifact.tasks)}
+    return max(contexts(report), default=max(tasks & set(known), default=max(known, default=0)))
+
+
 def method_beside(artifact: ArtifactReport) -> str:
     """Return the method where the artifact's name does not say it: it is the name, or heads a point of a sweep."""
     name, method = (text.lower().replace("_", "-") for text in (artifact.name, artifact.method))
@@ -98,8 +105,7 @@ def _closest_sentence(report: Report) -> str:
         lead += f" at {context_label(longest)}"
         clauses += [f"attention KL {number(metrics.kl)} nats", f"top-1 {percent(metrics.top1)}"]
     clauses += task_clauses(best.tasks)
-    if metrics is None:
-        longest = max(bits_contexts(report), default=0)
+    longest = longest_stored(report)
     if bits := bits_at(best, longest):
         at = "" if metrics is not None else f" at {context_label(longest)}"
         clauses.append(f"{bits:.2f} bits per element{at} ({BF16_BITS / bits:.1f}× smaller)")

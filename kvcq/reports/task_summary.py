@@ -41,6 +41,14 @@ def contexts_of(scores: Iterable[_AtContext]) -> list[int]:
     return sorted({score.context for score in scores})
 
 
+def task_contexts(scores: TaskScores | None) -> list[int]:
+    """Return all contexts at which any task measured an artifact, ascending."""
+    if scores is None:
+        return []
+    needles = scores.needle.cells if scores.needle is not None else ()
+    return contexts_of([*scores.perplexity, *scores.agreement, *scores.decode_kl, *needles])
+
+
 def has_tasks(report: Report) -> bool:
     """Say whether any row has model-level scores."""
     return any(row.tasks is not None for row in report.artifacts)
