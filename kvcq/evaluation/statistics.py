@@ -11,6 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcq.spec.tasks import Interval, PairTest
 
+# Fewer items than this are warned about.
+FEW_ITEMS = 30
 RESAMPLES = 10_000
 BLOCK_ELEMENTS = 1 << 22
 
@@ -122,3 +124,10 @@ def pair_tests(task: str, outcomes: Sequence[tuple[str, Sequence[bool]]]) -> tup
     return tuple(
         pair_test(task, first, second, right, other) for (first, right), (second, other) in combinations(outcomes, 2)
     )
+
+
+def few_items(count: int, what: str = "items") -> list[str]:
+    """Return a warning where so few items were asked that scores say little."""
+    if count >= FEW_ITEMS:
+        return []
+    return [f"only {count} {what}: see the intervals, a difference of a few answers may be chance"]

@@ -8,14 +8,13 @@ from itertools import groupby
 
 from kvcq.evaluation.questions import Question
 from kvcq.evaluation.scoring.score import score
-from kvcq.evaluation.statistics import RESAMPLES, majority, mean_interval, pair_tests
+from kvcq.evaluation.statistics import RESAMPLES, few_items, majority, mean_interval, pair_tests
 from kvcq.pipeline.progress import Reporter
 from kvcq.spec import canonical
 from kvcq.spec.scores import Answer, JudgedAnswer, ServerScores, TaskFile, TaskResult
 from kvcq.spec.tasks import PairTest
 
 RIGHT = 1.0
-FEW_ITEMS = 30
 
 
 def task_files(questions: Sequence[Question]) -> tuple[TaskFile, ...]:
@@ -102,8 +101,7 @@ def score_warnings(
     elif samples > 1:
         for name in _repeating(judged):
             found.append(f"{name}: all samples of every item are equal; does the server take seed and temperature?")
-    if items < FEW_ITEMS:
-        found.append(f"{items} items: differences of fewer than several items mean nothing")
+    found += few_items(items)
     return found
 
 

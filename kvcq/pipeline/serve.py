@@ -21,6 +21,7 @@ from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.proof import Proof, prove
 from kvcq.pipeline.requests import ServeRequest
 from kvcq.pipeline.sources import open_model, read_text
+from kvcq.reports.text import plural
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.compat import Sealed, check_frame, check_model
 from kvcq.runtime.hf.cache import Host
@@ -198,7 +199,9 @@ def _run(
 
     def closing() -> None:
         if request.grace and (left := engine.running + engine.waiting):
-            reporter.note(f"{left} requests have {request.grace:g} s to end; a second signal ends them at once")
+            reporter.note(
+                f"waiting up to {request.grace:g} s for {plural(left, 'request')}; a second signal ends at once"
+            )
 
     server = Server(service, request.grace, ready, closing)
     engine.start()

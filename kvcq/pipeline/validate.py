@@ -16,6 +16,7 @@ from kvcq.data.documents import check_sources
 from kvcq.errors import InputError
 from kvcq.evaluation.canary import CanaryRecord
 from kvcq.evaluation.gates import apply_gates, check_gates, load_gates
+from kvcq.evaluation.statistics import few_items
 from kvcq.pipeline.measure import Samples, check_canary, cuts_of, decide_folds, measure_passage, record_canary
 from kvcq.pipeline.needles import make_needles
 from kvcq.pipeline.output import exclusive
@@ -120,6 +121,8 @@ def measure(
     for subject in subjects:
         check_frame(subject, geometry)
     needles = make_needles(request, loaded, tasks["needle"]) if "needle" in tasks else None
+    for line in few_items(len(needles.questions), "needle questions") if needles is not None else ():
+        warn(line)
     settings = settings_of(request, tasks, needles)
     if request.dry_run:
         return ValidateResult(None, build_report(request, loaded, corpus, (), [], general, settings))
