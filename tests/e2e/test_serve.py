@@ -18,7 +18,7 @@ import pytest
 from tests.chain import bare_environment
 from tests.e2e.conftest import Quickstart
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.xdist_group("quickstart")]
 
 MODEL = "smollm2-135m"
 FRANCE = "The capital of France is"
