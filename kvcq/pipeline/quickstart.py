@@ -38,6 +38,7 @@ class QuickstartResult:
     digest: str
     validated: ValidateResult
     seconds: dict[str, float]
+    model: str
 
     def text(self) -> str:
         """Return what stands below the report: the bundle, the times, and where the numbers come from."""
@@ -48,6 +49,7 @@ class QuickstartResult:
                 f"report: {self.validated.path}/report.html",
                 f"only {PACKED} has a canary in this report; to pack another, validate it again",
                 f"bundle: {self.bundle} (verified, digest {self.digest[:16]})",
+                f"try it: kvcq serve {self.bundle} --model {self.model}   (needs pip install 'kvcq[serve]')",
                 "",
                 *aligned(rows),
                 "",
@@ -136,7 +138,7 @@ def quickstart(request: QuickstartRequest, reporter: Reporter = SILENT) -> Quick
     clock.mark("pack")
     digest = verify(bundle).digest
     clock.mark("verify")
-    return QuickstartResult(bundle, digest, validated, clock.seconds)
+    return QuickstartResult(bundle, digest, validated, clock.seconds, request.model)
 
 
 def check_order(result: QuickstartResult) -> None:
