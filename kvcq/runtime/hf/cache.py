@@ -128,7 +128,8 @@ class Host:
 
     Raises:
         MismatchError: codecs for layers that the model caches in another way.
-        UnsupportedError: the model's attention cannot be observed, or the mode cannot hold the codecs.
+        UnsupportedError: the model's attention cannot be observed, it is spread over devices, or the mode cannot hold
+            the codecs.
     """
 
     def __init__(
@@ -144,6 +145,13 @@ class Host:
             raise UnsupportedError("no layer is quantized", where="codecs", fix="use the library's own cache")
         if mode not in STORES:
             raise UnsupportedError(f"no mode {mode!r}", where="mode", fix=f"use {' or '.join(STORES)}")
+        spread = set(getattr(model, "hf_device_map", {}).values())
+        if len(spread) > 1:
+            raise UnsupportedError(
+                f"the model is spread over {len(spread)} devices, and codecs lie on one",
+                where="device_map",
+                fix="load it whole on one device",
+            )
         if mode == "packed":
             for layer, codec in codecs.items():
                 refuse_unpaged(layer, codec)

@@ -97,6 +97,13 @@ def test_a_model_of_another_shape_is_refused():
         run(wide, host.new_cache(), OLD)
 
 
+def test_a_model_spread_over_devices_is_refused():
+    model = tiny_model()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(UnsupportedError, match="spread over 2 devices"):
+        host_of(model)
+
+
 def test_codes_that_pages_do_not_hold_are_refused_packed_and_simulated():
     model = tiny_model()
     for sides in (LOSSLESS, (CodecSpec(transform="orthogonal", bits=4), INT2), (INT2, LOSSLESS[1])):
