@@ -12,6 +12,7 @@ from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
 TOKENS = "tokens of a group, which share a key channel's scale; windows.recent must hold one"
+LEAST = 2
 CHANNELS = "channels that share a scale; a whole head where it has fewer"
 
 
@@ -25,7 +26,7 @@ class ByChannelMethod(Method):
 
     unserved = "codes groups of tokens"
 
-    group_tokens: int = parameter(128, TOKENS, low=2, high=4096)
+    group_tokens: int = parameter(128, TOKENS, low=LEAST, high=4096)
     group_channels: int = parameter(128, CHANNELS, low=4)
 
     def check(self, layer: LayerGeometry) -> None:
@@ -39,7 +40,9 @@ class ByChannelMethod(Method):
                 f"group_tokens={self.group_tokens} exceeds windows.recent={windows.recent}: keys would be read coded "
                 "before their group is complete",
                 where=f"method {self.name}",
-                fix=f"use group_tokens of at most {windows.recent}, or a longer window",
+                fix="use a longer window"
+                if windows.recent < LEAST
+                else f"use group_tokens of at most {windows.recent}, or a longer window",
             )
 
     def keys(self, context: FitContext, promoted: float = 0.0) -> CodecSpec:

@@ -83,6 +83,8 @@ def test_groups_longer_than_the_recent_window_are_refused(name: str) -> None:
     method.check_windows(Windows(sink=0, recent=32))
     with pytest.raises(InputError, match=r"use group_tokens of at most 31, or a longer window"):
         method.check_windows(Windows(sink=64, recent=31))
+    with pytest.raises(InputError, match=r": use a longer window$"):  # no group is that small
+        method.check_windows(Windows(sink=0, recent=0))
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,12 @@ def check_answers(model, hosts, reference, prompts, steps):
             forced = whole.clone()
             forced[row] = answer[0]
             whole_logits = follow(model, packed.new_cache(), prompts, steps, forced=forced)[1]
-        exact = reference(torch.cat([prompt, answer[0, :-1]]))[0, len(prompt) - 1 :]
-        results.append((agreement(logits[0], exact), agreement(whole_logits[row], logits[0])))
+        tokens = torch.cat([prompt, answer[0, :-1]])
+        exact = reference(tokens)[0, len(prompt) - 1 :]
+        found = agreement(logits[0], exact)
+        # The rule above holds of any other arg-max; a cache that is off would be as far away as the model itself.
+        assert 2 * found.mean < agreement(plain_logits(model, tokens)[0, len(prompt) - 1 :], exact).mean
+        results.append((found, agreement(whole_logits[row], logits[0])))
     return results
 
 
