@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvcq
 from kvcq.models.load import load_model
+from kvcq.runtime.layout import coded_bytes_per_token
 
 PROMPT = "Python is a programming language. " * 90 + "Python was first released in the year"
 
@@ -35,7 +36,11 @@ def main(bundle: Path, model: str = "smollm2-135m", prompt: str = PROMPT) -> Non
             layer.geometry.kv_heads * (layer.geometry.d_k + layer.geometry.d_v) for layer in cache.quantized()
         )
         print(f"{cache.get_seq_length()} tokens in {cache.allocated_bytes()} bytes, in BF16 {2 * numbers}")
-        print(f"{8 * cache.allocated_bytes() / numbers:.2f} bits per element, exact windows included")
+        print(f"{8 * cache.allocated_bytes() / numbers:.2f} bits per element, most of them in the exact windows")
+        tokens = cache.get_seq_length()
+        manifest = kvcq.load_bundle(bundle).manifest
+        more = coded_bytes_per_token(manifest.plan, manifest.geometry)
+        print(f"each further token takes {more:.0f} bytes, in BF16 {2 * numbers // tokens}")
 
 
 if __name__ == "__main__":
