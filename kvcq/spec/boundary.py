@@ -14,10 +14,17 @@ class Boundary:
 
     ``carried``: the same request goes on and its ring holds the last `recent` rows before the boundary.
     ``cached``: a prefix hit; no exact row before the boundary is left except the sinks.
+
+    Raises:
+        ValueError: another kind.
     """
 
     position: int
     kind: Literal["carried", "cached"]
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("carried", "cached"):
+            raise ValueError(f"a boundary is carried or cached, not {self.kind!r}")
 
 
 def check_boundaries(n: int, boundaries: Sequence[Boundary]) -> None:

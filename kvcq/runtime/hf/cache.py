@@ -64,8 +64,9 @@ class QuantizedCache(Cache):
         """Compare the tokens of all layers when the first quantized one is about to take `count` more."""
         wanted = self.layers[self._first].get_seq_length()
         for number, layer in enumerate(self.layers):
-            # Library layers before the first have taken the new rows; others of linear attention do not count.
-            if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+            # Library layers before the first have taken the new rows; those of linear attention, and those that never
+            # take any, do not count. A quantized one counts before it has any: the first forward may have ended.
+            if isinstance(layer, QuantizedLayer) or (isinstance(layer, CacheLayerMixin) and layer.is_initialized):
                 found = layer.get_seq_length() - (count if number < self._first else 0)
                 if found != wanted:
                     raise UnsupportedError(

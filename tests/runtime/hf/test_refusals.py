@@ -180,6 +180,24 @@ def test_a_cache_whose_forward_died_is_refused_until_it_is_reset(at, part):
         assert torch.equal(run(model, cache, NEW), wanted)
 
 
+def test_a_cache_whose_first_forward_died_is_refused_until_it_is_reset():
+    model = tiny_model()
+
+    def die(*_):
+        raise RuntimeError("died")
+
+    with host_of(model) as host:
+        cache = host.new_cache()
+        handle = model.model.layers[2].register_forward_pre_hook(die)
+        with pytest.raises(RuntimeError, match="died"):
+            run(model, cache, OLD)
+        handle.remove()
+        with pytest.raises(UnsupportedError, match="layer 2 holds 0 tokens"):
+            run(model, cache, NEW)
+        cache.reset()
+        assert torch.equal(run(model, cache, NEW), run(model, host.new_cache(), NEW))
+
+
 def test_rows_that_were_never_attended_to_are_refused():
     model = tiny_model()
     with host_of(model) as host:
