@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcq.data.builtin import BUILTIN
-from kvcq.data.tabular import hub_rows, parquet_rows
+from kvcq.data.tabular import check_hub, check_parquet, hub_rows, parquet_rows
 from kvcq.errors import InputError
 
 PLAIN = frozenset({".txt", ".md"})
@@ -55,6 +55,7 @@ def check_sources(sources: Sequence[str]) -> None:
 
     Raises:
         InputError: no source, stdin twice, an unknown built-in text, a folder, a missing file, an unknown format.
+        UnavailableError: the library that reads a source is not installed.
     """
     if not sources:
         raise InputError("no calibration text", where="--data", fix="name at least one source: " + FORMATS)
@@ -64,8 +65,12 @@ def check_sources(sources: Sequence[str]) -> None:
         if source.startswith("builtin:"):
             if source not in BUILTIN:
                 raise InputError("unknown built-in text", where=source, fix="use one of " + ", ".join(sorted(BUILTIN)))
-        elif source != "-" and not source.startswith("hf:"):
+        elif source.startswith("hf:"):
+            check_hub(source)
+        elif source != "-":
             _check_file(source)
+            if source.lower().endswith(".parquet"):
+                check_parquet(Path(source))
 
 
 def describe_sources(sources: Sequence[str]) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,37 @@ _HUB = re.compile(r"hf:(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<config>[\w.-]+))?(:(?P<
 _INSTALL = "pip install 'kvcq[data]'"
 
 
+def _missing(library: str) -> bool:
+    if library in sys.modules:
+        return sys.modules[library] is None
+    return find_spec(library) is None
+
+
+def check_parquet(path: Path) -> None:
+    """Refuse a parquet file where pyarrow is missing, before a model is loaded.
+
+    Raises:
+        UnavailableError: pyarrow is not installed.
+    """
+    if _missing("pyarrow"):
+        raise UnavailableError("reading parquet needs pyarrow", where=path, fix=_INSTALL)
+
+
+def check_hub(source: str) -> re.Match[str]:
+    """Return the parts of a hub data set's name, before a model is loaded and the hub is asked.
+
+    Raises:
+        UnavailableError: datasets is not installed.
+        InputError: a malformed name.
+    """
+    match = _HUB.fullmatch(source)
+    if match is None:
+        raise InputError("not a data set name", where=source, fix="write hf:NAME[@CONFIG][:SPLIT]")
+    if _missing("datasets"):
+        raise UnavailableError("hub data sets need the datasets library", where=source, fix=_INSTALL)
+    return match
+
+
 def parquet_rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of a parquet file, reading only the columns that can hold text.
 
@@ -20,11 +53,10 @@ def parquet_rows(path: Path, text_column: str | None) -> Iterator[tuple[str, dic
         UnavailableError: pyarrow is not installed.
         InputError: not a parquet file, or a damaged one.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise UnavailableError("reading parquet needs pyarrow", where=path, fix=_INSTALL) from None
+    check_parquet(path)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -52,13 +84,9 @@ def hub_rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         UnavailableError: datasets is not installed, or the hub cannot be reached.
         InputError: a malformed name, or no such data set, configuration or split.
     """
-    match = _HUB.fullmatch(source)
-    if match is None:
-        raise InputError("not a data set name", where=source, fix="write hf:NAME[@CONFIG][:SPLIT]")
-    try:
-        import datasets
-    except ImportError:
-        raise UnavailableError("hub data sets need the datasets library", where=source, fix=_INSTALL) from None
+    match = check_hub(source)
+    import datasets
+
     split = match["split"] or "train"
     try:
         rows = datasets.load_dataset(match["name"], match["config"], split=split, streaming=True)
