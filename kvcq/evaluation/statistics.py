@@ -130,4 +130,4 @@ def few_items(count: int, what: str = "items") -> list[str]:
     """Return a warning where so few items were asked that scores say little."""
     if count >= FEW_ITEMS:
         return []
-    return [f"only {count} {what}: see the intervals, a difference of a few answers may be chance"]
+    return [f"few {what} ({count}): intervals come out too narrow, and a difference of a few answers may be chance"]
