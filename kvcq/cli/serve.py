@@ -30,7 +30,7 @@ def command(
     max_queue: Annotated[int, typer.Option(help="Requests that wait beyond those.", min=0)] = 64,
     chunk: Annotated[int, typer.Option(help="Prompt tokens in one forward.", min=1)] = 512,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, waiting included.", min=0.001)] = 600.0,
-    grace: Annotated[float, typer.Option(help="Seconds for running requests after a signal.", min=0)] = 10.0,
+    grace: Annotated[float, typer.Option(help="Seconds for running requests after a signal.", min=0, max=86400)] = 10.0,
     threads: Annotated[int | None, typer.Option(help="Processor threads.", min=1)] = None,
     chat_template: ChatTemplate = None,
     device: Device = "auto",

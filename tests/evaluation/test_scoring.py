@@ -159,3 +159,25 @@ def test_reasoning_is_never_judged(before: str, after: str) -> None:
     if "think" not in before + after and "<" not in before + after:
         assert final_text(f"<think>{before}</think>{after}") == after
         assert final_text(f"{after}<think>{before}") == after
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("It is 7.", "7", 1),
+        ("between 3-7", "7", 1),
+        ("(7) or $7, 7%", "7", 1),
+        ("1, 7, 9", "7", 1),
+        ("it is 17", "7", 0),
+        ("7.5", "7", 0),
+        ("3,7", "7", 0),
+        ("7,000", "7", 0),
+        ("7,000 men", "7,000", 1),
+        ("x = -7", "7", 0),
+        ("x=-7", "-7", 1),
+        ("7th", "7", 0),
+        ("Parisian", "paris", 0),
+    ],
+)
+def test_a_number_is_contained_as_a_whole(text, answer, right):
+    assert contains(text, [answer]).score == right

@@ -76,7 +76,7 @@ def test_a_cache_that_takes_more_memory_is_refused(parts):
         ({"memory": 1000}, InputError, "do not hold the exact rows of 8 requests"),
         ({"max_context": 513}, InputError, "the model's context is 512"),
         ({"memory": 150_000, "max_running": 1, "max_context": 512}, InputError, "not 512"),
-        ({"host": "no such host"}, InputError, "no address"),
+        ({"host": "no such host"}, InputError, "no address .*: use an address of this machine"),
         ({"chat_template": "missing.jinja"}, InputError, "cannot read missing.jinja"),
         ({"host": "203.0.113.1"}, InputError, "cannot listen on"),
     ],
@@ -122,13 +122,18 @@ def test_without_the_extra_the_line_names_it(tiny, monkeypatch):
     ("words", "line"),
     [
         (["--engine", "sglang"], "error: the SGLang engine is not in this version (--engine): use --engine hf"),
-        (["--engine", "vllm"], "error: 'vllm' is not allowed (--engine): use hf, sglang"),
+        (["--engine", "vllm"], "error: 'vllm' is not allowed (--engine): use hf"),
         (["--memory", "lots"], "error: 'lots' is not a size (--memory): write for example 512M or 2G"),
     ],
 )
 def test_flags_are_checked_first(words, line, capsys):
     assert execute(["serve", "nothing.kvcq", "--model", "m", *words]) == 2
     assert capsys.readouterr().err.strip() == line
+
+
+def test_a_grace_without_end_is_refused(capsys):
+    assert execute(["serve", "nothing.kvcq", "--model", "m", "--grace", "inf"]) == 2
+    assert "'--grace'" in capsys.readouterr().err
 
 
 def test_sizes_have_binary_units():

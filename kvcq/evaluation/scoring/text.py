@@ -11,6 +11,11 @@ from kvcq.evaluation.scoring.verdict import Verdict, final_text
 
 _EDGES = " .,;:!?'\"`*“”‘’()[]"
 
+_NUMBER = re.compile(r"[-+−]?\d+(?:[.,]\d+)*")
+# A sign counts where nothing stands before it: 3-7 holds 7. A point or comma counts where a digit follows.
+_BEFORE_NUMBER = r"(?<!\w)(?<!\d[.,])(?<!(?<!\w)[-−])"
+_AFTER_NUMBER = r"(?!\w|[.,]\d)"
+
 
 def normalise(text: str) -> str:
     """Return NFKC text in lower case (case folded) with single spaces and no punctuation at either end.
@@ -29,10 +34,14 @@ def exact(text: str, answers: Sequence[str]) -> Verdict:
 
 
 def contains(text: str, answers: Sequence[str]) -> Verdict:
-    """Score 1 if any of the answers stands in the text as whole words: 7 is not in 17."""
+    """Score 1 if any of the answers stands in the text as whole words, or whole numbers: 7 is not in 17, 7.5 or -7."""
     haystack = normalise(final_text(text))
-    wanted = [re.escape(normalise(answer)) for answer in answers]
-    return Verdict(float(any(re.search(rf"(?<!\w){each}(?!\w)", haystack) for each in wanted)), bool(haystack))
+    return Verdict(float(any(_stands(normalise(answer), haystack) for answer in answers)), bool(haystack))
+
+
+def _stands(answer: str, text: str) -> bool:
+    before, after = (_BEFORE_NUMBER, _AFTER_NUMBER) if _NUMBER.fullmatch(answer) else (r"(?<!\w)", r"(?!\w)")
+    return re.search(before + re.escape(answer) + after, text) is not None
 
 
 def needles(text: str, answers: Sequence[str]) -> Verdict:

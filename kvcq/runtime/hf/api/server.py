@@ -29,7 +29,11 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise InputError(f"no address {host!r}: {error.strerror or error}", where="--host") from None
+        raise InputError(
+            f"no address {host!r}: {error.strerror or error}",
+            where="--host",
+            fix="use an address of this machine, e.g. 127.0.0.1",
+        ) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
