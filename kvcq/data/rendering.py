@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,9 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None,
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str, **options: bool) -> str:
     """Render a conversation as text.
 
-    The text may be 4 times as long as the conversation, and 1 M characters. In the main thread, where signals arrive,
-    10 s and, on Linux, 1 GiB beyond the memory in use are the most that it takes.
+    The text may be 4 times as long as the conversation, and 1 M characters, and takes 10 s at most. In the main thread,
+    where signals arrive, a single operation is interrupted too, and on Linux 1 GiB beyond the memory in use is the most
+    that it takes.
 
     Args:
         tokenizer: Gives the template its special tokens.
@@ -105,7 +107,8 @@ def _name(tokenizer: PreTrainedTokenizerBase) -> str:
 def _limits(seconds: float, growth: int) -> Iterator[None]:
     """Interrupt the body after `seconds`, and fail its allocations beyond `growth` more bytes of address space."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        yield
+        with _deadline(seconds):
+            yield
         return
 
     def ring(number: int, frame: FrameType | None) -> NoReturn:
@@ -126,3 +129,21 @@ def _limits(seconds: float, growth: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, former)
         signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Interrupt the body after `seconds`, between two lines of it: signals reach the main thread only."""
+    end = time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > end:
+            raise _TooSlow
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(former)

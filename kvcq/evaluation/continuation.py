@@ -19,8 +19,9 @@ from kvcq.evaluation.session import Chunking, Progress, Runner, finite, item, pr
 from kvcq.evaluation.statistics import ratio_interval
 from kvcq.spec.tasks import Interval
 
-# Neighbouring steps are dependent: intervals resample blocks of this many.
+# Neighbouring steps are dependent: intervals resample blocks of this many, shorter ones where there would be few.
 BLOCK = 8
+LEAST_BLOCKS = 8
 
 Floats = NDArray[np.float64]
 
@@ -136,11 +137,12 @@ def _compare_row(reference: Tensor, logits: Tensor) -> tuple[float, float, float
 
 
 def blocks(values: Sequence[Floats]) -> tuple[list[float], list[float]]:
-    """Return the sums and sizes of the blocks of consecutive steps of all prompts."""
-    parts = [own[start : start + BLOCK] for own in values for start in range(0, len(own), BLOCK)]
+    """Return the sums and sizes of the blocks of consecutive steps of all prompts: 8 steps, or an eighth of all."""
+    size = max(1, min(BLOCK, sum(map(len, values)) // LEAST_BLOCKS))
+    parts = [own[start : start + size] for own in values for start in range(0, len(own), size)]
     return [float(part.sum()) for part in parts], [float(len(part)) for part in parts]
 
 
 def step_interval(values: Sequence[Floats], seed: int, resamples: int) -> Interval:
-    """Return the 95 % interval of the mean over steps, blocks of 8 consecutive steps resampled."""
+    """Return the 95 % interval of the mean over steps, blocks of up to 8 consecutive steps resampled."""
     return ratio_interval(*blocks(values), seed, resamples)

@@ -43,7 +43,7 @@ def decode_kl_table(artifacts: Sequence[ArtifactReport]) -> Table:
     columns = (
         NAME,
         Column("KL", "Mean KL(BF16 || quantized) of the next token over the whole vocabulary, in nats"),
-        Column("95 % CI", f"{CI} of the mean, blocks of 8 steps resampled"),
+        Column("95 % CI", f"{CI} of the mean, blocks of up to 8 steps resampled"),
         Column("Median", "Median over the steps"),
         Column("p90", "90th percentile over the steps"),
         Column("Max", "Largest of a step"),
@@ -68,7 +68,7 @@ def agreement_table(artifacts: Sequence[ArtifactReport]) -> Table:
     columns = (
         NAME,
         Column("Same token", "Steps whose likeliest token is that of BF16, its own tokens fed", narrow="Same\ntoken"),
-        Column("95 % CI", f"{CI}, blocks of 8 steps resampled"),
+        Column("95 % CI", f"{CI}, blocks of up to 8 steps resampled"),
         Column("Diverged", "Prompts whose own greedy continuation differs somewhere", narrow="Diver-\nged"),
         Column("First", "Earliest differing token of any prompt, counted from 0"),
         Column("Median", "Median over prompts of the first differing token; none counts as the end"),

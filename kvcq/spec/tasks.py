@@ -119,7 +119,7 @@ class AgreementScore(SpecModel):
         first_divergence: Of each prompt, index of the first generated token that differs; None: none did.
         near_ties: First divergences where the reference itself is undecided (see `AgreementSettings`).
         agreement: float of steps whose likeliest token is the reference's, its own tokens fed.
-        interval: Of the agreement, blocks of 8 consecutive steps resampled.
+        interval: Of the agreement, blocks of up to 8 consecutive steps resampled.
         kl: Mean KL(P_ref || P) along the reference's tokens.
         kl_max: The largest of a step.
     """
@@ -143,7 +143,7 @@ class DecodeKLScore(SpecModel):
         passages: Passages read.
         steps: Steps measured, all passages together.
         kl: Mean KL(P_ref || P) over the full vocabulary.
-        interval: Of the mean, blocks of 8 consecutive steps resampled.
+        interval: Of the mean, blocks of up to 8 consecutive steps resampled.
         kl_median, kl_p90, kl_max: Quantiles of the KL over steps.
         top1: float of steps with the reference's likeliest token.
         nll: Mean negative log-likelihood of the tokens.

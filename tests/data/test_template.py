@@ -241,6 +241,23 @@ def test_templates_render_in_threads_too():
     assert done == [encode(tokenizer(TEMPLATE), TALK)]
 
 
+def test_a_template_without_end_ends_in_a_thread(monkeypatch):
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
+    endless = "{% for i in range(9999) %}{% for j in range(9999) %}{{ j }}{% endfor %}{% endfor %}"
+    found = []
+
+    def run() -> None:
+        try:
+            rendering.render(tokenizer(), TALK.messages, endless)
+        except InputError as error:
+            found.append(str(error))
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    worker.join(30)
+    assert len(found) == 1 and "takes more than 0.3 s" in found[0]
+
+
 def test_an_alarm_of_the_caller_goes_on():
     former = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 1000.0)

@@ -6,7 +6,7 @@ import torch
 
 from kvcq.errors import EvaluationError
 from kvcq.evaluation.agreement import agreement_score
-from kvcq.evaluation.continuation import BLOCK, Steps, compare, follow, lead
+from kvcq.evaluation.continuation import BLOCK, Steps, blocks, compare, follow, lead
 from kvcq.evaluation.decode_kl import decode_kl_score
 from kvcq.evaluation.session import Chunking
 from tests.evaluation.sessions import PlainRunner, passages, quiet, scaled
@@ -92,9 +92,15 @@ def test_the_gap_is_that_of_the_two_likeliest_tokens():
 
 
 def test_intervals_resample_blocks_of_steps():
-    # Two blocks, all right and all wrong: the mean of two resampled blocks is 0, 1/2 or 1.
+    # Eight blocks of two, half of them right: the percentiles of a binomial of eight.
     score = agreement_score(8, [steps([1] * BLOCK + [0] * BLOCK)], 2 * BLOCK)
-    assert (score.interval.low, score.interval.high) == (0.0, 1.0)
+    assert (score.interval.low, score.interval.high) == (1 / 8, 7 / 8)
+
+
+@pytest.mark.parametrize("lengths", [(8,), (9,), (16, 16), (64,), (100, 33), (1,) * 8])
+def test_there_are_eight_blocks_at_least_and_none_is_long(lengths):
+    sums, sizes = blocks([np.ones(length) for length in lengths])
+    assert len(sizes) >= 8 and max(sizes) <= BLOCK and sum(sizes) == sum(sums) == sum(lengths)
 
 
 @pytest.mark.parametrize("score", [lambda p: agreement_score(8, p, 4), lambda p: decode_kl_score(8, p, 3)])
