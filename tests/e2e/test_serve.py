@@ -18,7 +18,7 @@ import pytest
 from tests.chain import bare_environment
 from tests.e2e.conftest import Quickstart
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.xdist_group("quickstart")]
+pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 MODEL = "smollm2-135m"
 FRANCE = "The capital of France is"

@@ -11,7 +11,7 @@ import pytest
 from tests.chain import python
 from tests.e2e.conftest import Quickstart
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.xdist_group("quickstart")]
+pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 ORDER = ("naive-int2", "quarot-int2", "oscar", "oscar-centered", "nova")
 

@@ -15,7 +15,7 @@ from kvcq.pipeline.requests import ValidateRequest
 from kvcq.pipeline.validate import validate
 from tests.e2e.conftest import Quickstart
 
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.xdist_group("quickstart")]
+pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 
 def test_a_real_model_reads_and_answers_through_the_cache(quick: Quickstart, tmp_path: Path) -> None:
