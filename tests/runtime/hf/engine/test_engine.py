@@ -170,7 +170,7 @@ def test_a_full_queue_refuses_all_of_a_submission(setup):
             engine.submit([(ask(), Client())] * 3)
         assert not refused.value.closing and engine.waiting == 0
         engine.submit([(ask(), Client())] * 2)
-        with pytest.raises(Refused, match="2 requests are waiting"):
+        with pytest.raises(Refused, match="2 are waiting"):
             engine.submit([(ask(), Client())])
 
 
