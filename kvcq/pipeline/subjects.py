@@ -71,15 +71,8 @@ def open_subjects(paths: Sequence[Path]) -> list[Subject]:
     return subjects
 
 
-def _open(path: Path, name: str) -> Subject:
-    artifact = read_any(path)
-    header: FitHeader | Manifest
-    if isinstance(artifact, FitArtifact):
-        header = artifact.header
-    elif isinstance(artifact, Bundle):
-        header = artifact.manifest
-    else:
-        raise InputError("neither a fit nor a bundle", where=path, fix="name a folder written by kvcq fit or pack")
+def subject_of(name: str, header: FitHeader | Manifest, tensors: dict[str, np.ndarray]) -> Subject:
+    """Return what is measured of an artifact, by its header and its tensors by full name."""
     return Subject(
         name=name,
         method=header.recipe.method,
@@ -91,5 +84,17 @@ def _open(path: Path, name: str) -> Subject:
         plan=header.plan,
         index=header.tensors,
         tensors_digest=header.tensors_digest,
-        tensors=artifact.tensors,
+        tensors=tensors,
     )
+
+
+def _open(path: Path, name: str) -> Subject:
+    artifact = read_any(path)
+    header: FitHeader | Manifest
+    if isinstance(artifact, FitArtifact):
+        header = artifact.header
+    elif isinstance(artifact, Bundle):
+        header = artifact.manifest
+    else:
+        raise InputError("neither a fit nor a bundle", where=path, fix="name a folder written by kvcq fit or pack")
+    return subject_of(name, header, artifact.tensors)

@@ -24,7 +24,7 @@ from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import SweepRequest
 from kvcq.pipeline.result import Answer, aligned
-from kvcq.pipeline.subjects import Subject, open_subjects
+from kvcq.pipeline.subjects import Subject, open_subjects, subject_of
 from kvcq.pipeline.task_plan import check_windows, task_contexts
 from kvcq.pipeline.validate import ValidateResult, measure
 from kvcq.spec.header import FitHeader
@@ -109,20 +109,8 @@ class _Fitter:
             # Statistics averaged for a target context leave out the sink tokens.
             if not watch.looked and point.recipe.target_context is None:
                 self.known[key] = found
-        header, tensors = found
-        return Subject(
-            name=point.name,
-            method=point.recipe.method,
-            windows=point.recipe.windows,
-            target_context=header.target_context,
-            identity=header.identity,
-            provenance=header.provenance,
-            geometry=header.geometry,
-            plan=header.plan,
-            index=header.tensors,
-            tensors_digest=header.tensors_digest,
-            tensors=tensors,
-        )
+        # A shared fit has the windows of the point that it was made for.
+        return dataclasses.replace(subject_of(point.name, *found), windows=point.recipe.windows)
 
 
 def _finish(report: Report, record: Sweep, request: SweepRequest, names: Sequence[str]) -> Report:
