@@ -12,11 +12,12 @@ from kvcq.capture.selfcheck import self_check
 from kvcq.data.documents import iter_documents
 from kvcq.data.sequences import build_corpus
 from kvcq.models.geometry import plan_geometry
-from kvcq.models.load import LoadedModel, load_model
+from kvcq.models.load import LoadedModel
 from kvcq.pipeline.eligible import bf16_reason
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import InspectRequest
 from kvcq.pipeline.result import Answer, aligned
+from kvcq.pipeline.sources import load_requested
 from kvcq.runtime.layout import covered_share
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 
@@ -33,16 +34,7 @@ def inspect_model(request: InspectRequest, reporter: Reporter = SILENT) -> Answe
         InputError: no such model or no tokenizer.
         UnsupportedError: an architecture that collect refuses too, with the same line.
     """
-    reporter.stage("opening the model")
-    loaded = load_model(
-        request.model,
-        revision=request.revision,
-        device=request.device,
-        dtype=request.dtype,
-        device_map=request.device_map,
-        trust_remote_code=request.trust_remote_code,
-        notify=reporter.note,
-    )
+    loaded = load_requested(request, reporter)
     context = request.context or min(CONTEXT, loaded.geometry.max_positions or CONTEXT)
     if any(rope.by_length for rope in loaded.geometry.ropes):
         planned = plan_geometry(loaded.model, longest=context)

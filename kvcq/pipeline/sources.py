@@ -21,8 +21,15 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
     Raises:
         UnsupportedError: no layer attends to the whole context, so that nothing could be quantized.
     """
+    loaded = load_requested(request, reporter, longest=longest)
+    require_quantizable(loaded.geometry)
+    return loaded
+
+
+def load_requested(request: ModelRequest, reporter: Reporter, *, longest: int | None = None) -> LoadedModel:
+    """Load the model of a request, whatever its layers are; see `open_model`."""
     reporter.stage("opening the model")
-    loaded = load_model(
+    return load_model(
         request.model,
         revision=request.revision,
         device=request.device,
@@ -32,8 +39,6 @@ def open_model(request: ModelRequest, reporter: Reporter, *, longest: int) -> Lo
         longest=longest,
         notify=reporter.note,
     )
-    require_quantizable(loaded.geometry)
-    return loaded
 
 
 def open_corpus(
