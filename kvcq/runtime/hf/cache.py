@@ -21,6 +21,7 @@ from kvcq.runtime.hf.rows import PackedRows, SimulatedRows
 from kvcq.runtime.hf.seam import Seam
 from kvcq.runtime.hf.semantics import ByQuery, Semantics
 from kvcq.runtime.hf.slots import SlotReader
+from kvcq.runtime.hf.turn import Turns
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import Windows
 
@@ -179,18 +180,18 @@ class Host:
         if not self._close.alive:
             raise UnsupportedError("the host is closed", where="new_cache", fix="attach the model again")
         layers, reader = self._library_layers(), SlotReader()
+        turns = Turns(semantics or ByQuery(), self.windows)
         for number, codec in self.codecs.items():
             setting = LayerSetting(
                 self._geometry[number],
                 codec,
                 self.windows,
-                semantics or ByQuery(),
                 STORES[self.mode],
                 self._seam,
                 self.active,
                 readers=1 + self._shared[number],
             )
-            layers[number] = QuantizedLayer(setting, reader)
+            layers[number] = QuantizedLayer(setting, reader, turns)
         return QuantizedCache(layers, self.mode, self)
 
     def active(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcq.codecs.attend import Tier, attend
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.models.attention import AttentionCall
+from kvcq.runtime.hf.reading import Reading
 from kvcq.runtime.hf.rows import RequestRows, Shape
-from kvcq.runtime.hf.semantics import Semantics
 from kvcq.runtime.hf.slots import SlotReader, Slots
 from kvcq.runtime.hf.ticket import Ticket
+from kvcq.runtime.hf.turn import Turns
 from kvcq.spec.geometry import LayerGeometry
 from kvcq.spec.plan import Windows
 
@@ -30,7 +31,6 @@ class LayerSetting:
         geometry: Heads and dims.
         codec: The layer's codec.
         windows: Exact tokens at both ends.
-        semantics: What prefill queries read exactly.
         rows: Makes the storage of one request.
         host: Who may ask for attention: the key that the model's attention function shows.
         attached: Tells whether the model's attention comes to kvcq.
@@ -40,7 +40,6 @@ class LayerSetting:
     geometry: LayerGeometry
     codec: HeadCodec
     windows: Windows
-    semantics: Semantics
     rows: Callable[[HeadCodec, Windows, Shape], RequestRows]
     host: object
     attached: Callable[[], bool]
@@ -56,23 +55,24 @@ class QuantizedLayer(CacheLayerMixin):
     Args:
         setting: What all requests have in common.
         reader: Reads masks; one for all layers of a cache.
+        turns: Says what queries read exactly; one for all layers of a cache.
     """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, setting: LayerSetting, reader: SlotReader) -> None:
+    def __init__(self, setting: LayerSetting, reader: SlotReader, turns: Turns) -> None:
         super().__init__()
         self.setting, self.geometry, self.host = setting, setting.geometry, setting.host
         self.requests: list[RequestRows] = []
-        self._reader = reader
+        self._reader, self._turns = reader, turns
         # Which of the library's slots hold a token of each request; padding does not. Replaced, never written into.
         self._real = torch.zeros(0, 0, dtype=torch.bool)
         self._pending: tuple[Tensor, Tensor] | None = None
-        # Of the latest forward: its slots and the tiers that its queries read, until the last layer has read them.
+        # Of the latest forward: its slots and what its queries read, until the last layer has read it.
         self._slots: Slots | None = None
-        self._tiers: list[list[Tier]] = []
+        self._readings: list[Reading | None] = []
         self._reads = 0
 
     def __repr__(self) -> str:
@@ -80,8 +80,9 @@ class QuantizedLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedLayer:
         """Copy what is stored; model, codec and setting are shared."""
-        twin = QuantizedLayer(self.setting, memo.setdefault(id(self._reader), SlotReader()))
-        twin.requests = [request.clone() for request in self.requests]
+        reader = memo.setdefault(id(self._reader), SlotReader())
+        twin = QuantizedLayer(self.setting, reader, copy.deepcopy(self._turns, memo))
+        twin.requests = [copy.deepcopy(request, memo) for request in self.requests]
         twin._real, twin._pending, twin.is_initialized = self._real, self._pending, self.is_initialized
         return twin
 
@@ -162,69 +163,53 @@ class QuantizedLayer(CacheLayerMixin):
             if call.query.shape[2] != keys.shape[2]:
                 raise UnsupportedError(f"{call.query.shape[2]} queries for {keys.shape[2]} new rows", where=where)
             slots = self._reader.read(call, self._real)
-            self._tiers = [
-                self._store(request, keys[b], values[b], slots.fresh[b]) for b, request in enumerate(self.requests)
-            ]
+            self._readings = [self._store(b, keys[b], values[b], slots) for b in range(len(self.requests))]
             self._real, self._slots, self._reads, self._pending = slots.real, slots, 0, None
         if self._slots is None or call.key.shape[2] != self._slots.real.shape[1]:
             raise UnsupportedError(f"layer {call.layer} reads rows that are not those of this forward", where=where)
-        outputs = [self._read(call, b, self._slots.fresh[b], self._slots.visible[b]) for b in range(len(self.requests))]
+        outputs = [self._read(call, b, self._slots) for b in range(len(self.requests))]
         self._reads += 1
         if self._reads == self.setting.readers:
-            self._slots, self._tiers = None, []
-        return torch.stack(outputs)
+            self._close()
+        return outputs[0][None] if len(outputs) == 1 else torch.stack(outputs)
 
-    def _store(self, request: RequestRows, keys: Tensor, values: Tensor, fresh: Tensor | None) -> list[Tier]:
-        """Append a request's rows and return the tiers that its queries read."""
+    def _store(self, row: int, keys: Tensor, values: Tensor, slots: Slots) -> Reading | None:
+        """Append a request's rows and return what its queries read; None where all is padding."""
+        request, fresh = self.requests[row], slots.fresh[row]
         if fresh is not None:
             keys, values = keys[:, fresh], values[:, fresh]
-        first, count = request.length, keys.shape[1]
-        if not count:
-            return []
-        windows, codec = self.setting.windows, self.setting.codec
-        sink = windows.sink
-        oldest = self.setting.semantics.oldest(first, count, windows)
-        low, high = max(int(oldest.min()), sink), int(oldest.max())
-        if low < min(request.held, first):
+        if not keys.shape[1]:
+            return None
+        turn = self._turns.of(row, request.length, keys.shape[1])
+        if turn.low < min(request.held, turn.first):
             raise UnsupportedError(
-                f"the queries from position {first} on need exact rows from position {low} on, kept are those from "
-                f"{request.held} on",
+                f"the queries from position {turn.first} on need exact rows from position {turn.low} on, kept are "
+                f"those from {request.held} on",
                 where=f"layer {self.geometry.layer}",
                 fix="cut the forwards where the chunks begin, or use mode simulate",
             )
-        recent = request.extend(codec.key_frame(keys), codec.value_frame(values), low)
-        stop = request.length
-        tiers = [Tier("recent", low, *recent)]
-        if sink:
-            tiers.append(Tier("sink", 0, *request.exact(0, min(sink, stop))))
-        if sink < min(high, stop):
-            tiers.append(Tier("coded", sink, *request.decoded(sink, min(high, stop))))
-        return tiers
+        return request.take(keys, values, turn, causal=slots.visible[row] is None)
 
-    def _read(self, call: AttentionCall, row: int, fresh: Tensor | None, visible: Tensor | None) -> Tensor:
+    def _read(self, call: AttentionCall, row: int, slots: Slots) -> Tensor:
         """Return the attention outputs ``[Hq, t, d_v]`` of one request."""
-        request = self.requests[row]
+        reading, fresh = self._readings[row], slots.fresh[row]
+        heads, count = call.query.shape[1], call.query.shape[2]
+        if reading is None:
+            return call.query.new_zeros(heads, count, self.geometry.d_v)
         query = call.query[row] if fresh is None else call.query[row][:, fresh]
-        count = query.shape[1]
-        first = request.length - count
-        if not count:
-            return query.new_zeros(query.shape[0], call.query.shape[2], self.geometry.d_v)
-        output = attend(
-            self.setting.codec,
-            query,
-            self._tiers[row],
-            self.setting.semantics.oldest(first, count, self.setting.windows),
-            first=first,
-            visible=visible,
-            scaling=call.scaling,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
+        output = reading.attend(query, slots.visible[row], scaling=call.scaling, softcap=call.softcap, sinks=call.sinks)
         if fresh is None:
             return output
-        padded = output.new_zeros(query.shape[0], call.query.shape[2], self.geometry.d_v)
+        padded = output.new_zeros(heads, count, self.geometry.d_v)
         padded[:, fresh] = output
         return padded
+
+    def _close(self) -> None:
+        """Let go of the latest forward: every layer has read."""
+        for reading in self._readings:
+            if reading is not None:
+                reading.close()
+        self._slots, self._readings = None, []
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many slots the mask covers after `query_length` more, and the first of them."""
@@ -248,7 +233,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all requests."""
-        self.requests, self._tiers, self._slots, self._pending = [], [], None, None
+        self.requests, self._readings, self._slots, self._pending = [], [], None, None
         self._real = torch.zeros(0, 0, dtype=torch.bool)
         self.is_initialized = False
 

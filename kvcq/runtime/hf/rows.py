@@ -9,14 +9,18 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcq.codecs.attend import Tier
 from kvcq.codecs.encoded import Encoded, affine_words
 from kvcq.codecs.packing import PAGE_TOKENS, block_bytes, page_views, read_tokens, write_tokens
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import UnsupportedError
+from kvcq.runtime.hf.reading import Reading, TierReading
+from kvcq.runtime.hf.turn import Turn
 from kvcq.runtime.layout import RING_SLACK
 from kvcq.spec.plan import Windows
 
@@ -59,6 +63,27 @@ class RequestRows(ABC):
     def clamped(self) -> int:
         """How many values beyond the float16 range the codec clamped."""
         return int(self._clamped)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RequestRows:
+        """Copy what is stored, for another cache."""
+        return self.clone()
+
+    def take(self, keys: Tensor, values: Tensor, turn: Turn, *, causal: bool) -> Reading:
+        """Store the rows of new tokens and return what their queries read.
+
+        Args:
+            keys: Post-RoPE keys ``[H, t, d_k]`` as the model gives them.
+            values: Values ``[H, t, d_v]``.
+            turn: Positions of the tokens; exact rows from ``turn.low`` on are still held.
+            causal: Every query sees all tokens up to its own.
+        """
+        recent = self.extend(self.codec.key_frame(keys), self.codec.value_frame(values), turn.low)
+        tiers, sink = [Tier("recent", turn.low, *recent)], self.windows.sink
+        if sink:
+            tiers.append(Tier("sink", 0, *self.exact(0, min(sink, turn.stop))))
+        if sink < min(turn.high, turn.stop):
+            tiers.append(Tier("coded", sink, *self.decoded(sink, min(turn.high, turn.stop))))
+        return TierReading(self.codec, tiers, turn)
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
