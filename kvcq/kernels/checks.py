@@ -1,0 +1,65 @@
+"""Assumptions of kernels, checked before every launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcq.errors import UnsupportedError
+
+
+def check_platform(device: torch.device) -> None:
+    """Refuse devices on which no kernel runs.
+
+    Raises:
+        UnsupportedError: HIP, or no GPU outside of Triton's interpreter.
+    """
+    if torch.version.hip is not None:
+        raise UnsupportedError(f"kernels are not tested on HIP {torch.version.hip}", fix="use an NVIDIA GPU")
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise UnsupportedError(f"kernels run on CUDA, these tensors are on {device}", fix="use the torch path there")
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    contiguous: bool = True,
+) -> None:
+    """Check one argument of a launcher.
+
+    Args:
+        name: How the message calls it.
+        tensor: The argument.
+        shape: Wanted sizes; None is any.
+        dtype: Wanted dtype; None is any.
+        device: Where the other arguments are.
+        contiguous: Whether the whole must be contiguous; otherwise the last dimension must.
+
+    Raises:
+        ValueError: what differs, with the numbers.
+    """
+    if tensor.ndim != len(shape) or any(
+        want not in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    ):
+        wanted = [("any" if size is None else size) for size in shape]
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, not {wanted}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, not {dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, not {device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} with strides {list(tensor.stride())} is not contiguous")
+    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} with strides {list(tensor.stride())}: its last dimension is not contiguous")
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n, 1 for n < 1."""
+    return 1 << max(n - 1, 0).bit_length()
