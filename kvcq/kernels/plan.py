@@ -90,13 +90,15 @@ class Plan:
             raise ValueError(f"{max_batch} requests: a plan has 1 to {MAX_BATCH}")
         if parts < 1 or exact_rows < 1:
             raise ValueError(f"{parts} parts of a plan and {exact_rows} exact rows an item must be positive")
-        shapes = (
-            (max_batch, SPAN_FIELDS),
-            (max_batch + 1,),
-            (max_items(max_batch, parts, exact_rows, windows), ITEM_FIELDS),
+        spans, first, items = (
+            torch.zeros(shape, dtype=torch.int32, device=device)
+            for shape in (
+                (max_batch, SPAN_FIELDS),
+                (max_batch + 1,),
+                (max_items(max_batch, parts, exact_rows, windows), ITEM_FIELDS),
+            )
         )
-        tensors = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
-        return cls(*tensors, parts=parts, exact_rows=exact_rows, windows=windows)
+        return cls(spans, first, items, parts, exact_rows, windows)
 
     @property
     def max_batch(self) -> int:
