@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvcq.artifacts.bundle import open_bundle as load_bundle
     from kvcq.pipeline.about import environment as env
     from kvcq.pipeline.about import methods
+    from kvcq.pipeline.bench.run import bench
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvcq.pipeline.pack import pack
     from kvcq.pipeline.quickstart import quickstart
     from kvcq.pipeline.requests import (
+        BenchRequest,
         CollectRequest,
         FitRequest,
         InspectRequest,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from kvcq.runtime.hf.load import load_cache
 
 _HOMES = {
+    "bench": "pipeline.bench.run",
     "collect": "pipeline.collect",
     "merge": "pipeline.merge",
     "fit": "pipeline.fit",
@@ -55,6 +58,7 @@ _HOMES = {
     "diff": "pipeline.inspect",
     "load_cache": "runtime.hf.load",
     "methods": "pipeline.about",
+    "BenchRequest": "pipeline.requests",
     "CollectRequest": "pipeline.requests",
     "MergeRequest": "pipeline.requests",
     "FitRequest": "pipeline.requests",
@@ -73,6 +77,7 @@ _RENAMED = {
 }
 
 __all__ = [
+    "BenchRequest",
     "CollectRequest",
     "FitRequest",
     "InspectRequest",
@@ -84,6 +89,7 @@ __all__ = [
     "SweepRequest",
     "ValidateRequest",
     "__version__",
+    "bench",
     "collect",
     "diff",
     "env",

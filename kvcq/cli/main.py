@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvcq.cli import collect, diff, env, fit, inspect, merge, methods, pack, quickstart, serve, validate, verify
+from kvcq.cli import bench, collect, diff, env, fit, inspect, merge, methods, pack, quickstart, serve, validate, verify
 from kvcq.cli.console import silence, tolerate_any_locale
 from kvcq.errors import Interrupted, KvcqError
 from kvcq.version import __version__
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (quickstart, collect, merge, fit, validate, pack, serve, inspect, verify, diff, methods, env):
+for verb in (quickstart, collect, merge, fit, validate, pack, serve, inspect, verify, diff, methods, bench, env):
     # The whole first sentence: click would cut it at the width of the list.
     summary = " ".join((verb.command.__doc__ or "").partition("\n\n")[0].split())
     app.command(name=verb.__name__.rpartition(".")[2], short_help=summary)(verb.command)

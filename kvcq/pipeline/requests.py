@@ -332,6 +332,29 @@ class ServeRequest(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchRequest(Request):
+    """Check the kernels of this machine and time them beside BF16 attention.
+
+    Attributes:
+        shapes: Decode shapes ``BATCHxCONTEXT[@D[:Q/KV]]``, e.g. ``32x32k``; none: the default ones.
+        ops: Of ``decode``, ``write``, ``extend``.
+        codecs: Of ``int2``, ``vq``, ``int2x4`` (four scales a row).
+        peers: Foreign kernels, ``NAME=FILE.py`` with ``prepare(shape)``.
+        repeats: Replays of each timing; the median counts.
+        out: JSON file that receives every figure.
+    """
+
+    shapes: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ("decode", "write", "extend")
+    codecs: tuple[str, ...] = ("int2", "vq")
+    peers: tuple[str, ...] = ()
+    repeats: int = 10
+    out: Path | None = None
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuickstartRequest(Request):
     """The whole chain on a small real model.
 

@@ -21,7 +21,10 @@ from tests.chain import World
 from tests.tiny import save_tiny
 
 Run = Callable[..., tuple[int, str, str]]
-VERBS = ("quickstart", "collect", "merge", "fit", "validate", "pack", "inspect", "verify", "diff", "methods", "env")
+VERBS = (
+    *("quickstart", "collect", "merge", "fit", "validate", "pack"),
+    *("inspect", "verify", "diff", "methods", "bench", "env"),
+)
 
 
 @pytest.fixture
@@ -335,6 +338,18 @@ def test_what_is_not_reachable_ends_with_7(
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     assert "kvcq[data]" in refused(7, *collecting(world, tmp_path / "stats", data="hf:org/name"))
     assert "cuda" in refused(7, *collecting(world, tmp_path / "stats", "--device", "cuda:7"))
+
+
+def test_kernels_are_timed_on_a_gpu_only(
+    tmp_path: Path, refused: Callable[..., str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = tmp_path / "kernels.json"
+    assert "CUDA" in refused(7, "bench", "kernels", "--out", out)
+    assert "kernels" in refused(2, "bench", "pages")
+    assert "--shapes" in refused(2, "bench", "kernels", "--shapes", "32", "--dry-run")
+    code, plan, _ = run("bench", "kernels", "--shapes", "1x8k,2x4k@64", "--ops", "decode", "--dry-run", "--json")
+    assert code == 0 and len(json.loads(plan)["plan"]) == 2 and not out.exists()
 
 
 def test_unexpected_failures_end_with_1_and_debug_shows_the_traceback(

@@ -27,6 +27,7 @@ VERBS = (
     "verify",
     "diff",
     "methods",
+    "bench",
     "env",
 )
 HEAVY = ("torch", "transformers", "numpy")
@@ -53,7 +54,7 @@ def imports(words: list[list[str]], heavy: tuple[str, ...]) -> dict[str, list[ob
 
 def test_help_of_every_verb_is_light() -> None:
     seen = imports([["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], HEAVY)
-    assert seen == {words: [0, True, []] for words in seen} and len(seen) == 14
+    assert seen == {words: [0, True, []] for words in seen} and len(seen) == 15
 
 
 def test_reading_artifacts_needs_no_torch(world: World, tmp_path: Path) -> None:

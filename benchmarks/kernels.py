@@ -1,0 +1,111 @@
+"""Kernels of this machine beside BF16 attention, and on demand beside the figures that they are built for.
+
+Usage: python benchmarks/kernels.py [--shapes 1x8k,32x32k] [--ops decode,write,extend] [--codecs int2,vq]
+           [--repeats 10] [--out kernels.json] [--targets]
+
+The tables are those of `kvcq bench kernels`. The targets hold for one H200: d 128, 32 query and 8 KV heads unless the
+shape says more, exact windows 64/256 included. Ends with 1 if a kernel is wrong, or with --targets if a figure is
+missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcq import BenchRequest, bench
+from kvcq.cli.console import Console
+from kvcq.pipeline.bench.result import BOUND_GBS, BenchResult, Row
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure: at least `goal` times faster than BF16, or another figure as its name says."""
+
+    name: str
+    op: str
+    codec: str
+    shape: str
+    goal: float
+    value: Callable[[Row], float | None] = lambda row: row.ratio
+    kernel: str | None = None
+    most: bool = False
+
+
+def of_bound(row: Row) -> float | None:
+    """Return the rate as a share of the bound."""
+    return None if row.rate is None else row.rate / BOUND_GBS
+
+
+def of_bf16(row: Row) -> float | None:
+    """Return the time as a multiple of that of BF16."""
+    return None if row.ratio is None else 1 / row.ratio
+
+
+INT2 = (("32x32k", 5.3), ("8x32k", 4.8), ("128x8k", 4.5), ("32x8k", 4.1), ("1x100k", 3.8), ("32x32k@64", 3.3))
+TARGETS = (
+    *(Target("INT2 against BF16", "decode", "int2", shape, goal) for shape, goal in INT2),
+    Target("INT2, share of the bound", "decode", "int2", "32x32k", 0.80, of_bound),
+    Target("INT2 in Triton, share of the bound", "decode", "int2", "32x32k", 0.70, of_bound, "triton"),
+    Target("VQ against BF16", "decode", "vq", "32x32k", 3.9),
+    Target("VQ against BF16", "decode", "vq", "1x100k", 2.8),
+    Target("VQ in Triton against BF16", "decode", "vq", "32x32k", 1.9, kernel="triton"),
+    Target("append INT2, share of BF16 decode", "append", "int2", "128x8k", 0.06, of_bf16, most=True),
+    Target("append VQ, share of BF16 decode", "append", "vq", "128x8k", 0.12, of_bf16, most=True),
+    Target("write INT2, share of BF16 prefill", "prefill", "int2", "1x8k", 0.10, of_bf16, most=True),
+    Target("write VQ, share of BF16 prefill", "prefill", "vq", "1x8k", 0.10, of_bf16, most=True),
+    Target("extend INT2, times BF16", "extend", "int2", "1x4k+28k", 1.25, of_bf16, most=True),
+    Target("extend VQ, times BF16", "extend", "vq", "1x4k+28k", 1.25, of_bf16, most=True),
+)
+
+
+def reached(result: BenchResult) -> Iterator[tuple[Target, float, bool]]:
+    """Yield each target that was measured, the best figure of its kernels, rotation included, and whether it holds."""
+    for target in TARGETS:
+        rows = [row for row in result.rows if (row.op, row.codec, row.shape.label) == target_key(target)]
+        rows = [row for row in rows if target.kernel in (None, row.kernel) and "folded" not in row.kernel]
+        values = [value for row in rows if (value := target.value(row)) is not None]
+        if values:
+            found = min(values) if target.most else max(values)
+            yield target, found, found <= target.goal if target.most else found >= target.goal
+
+
+def target_key(target: Target) -> tuple[str, str, str]:
+    """Return what a row must be for a target."""
+    return target.op, target.codec, target.shape
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="")
+    parser.add_argument("--ops", default="decode,write,extend")
+    parser.add_argument("--codecs", default="int2,vq")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--targets", action="store_true")
+    args = parser.parse_args()
+    shapes, ops, codecs = (
+        tuple(filter(None, text.split(","))) for text in (args.shapes, args.ops, args.codecs)
+    )  # fmt: skip
+    request = BenchRequest(shapes=shapes, ops=ops, codecs=codecs, repeats=args.repeats, out=args.out, force=True)
+    with Console(verbose=True) as console:
+        result = bench(request, console)
+    print(result.text())
+    failed = bool(result.wrong)
+    if args.targets:
+        print("\n| figure | shape | target | reached | |\n|---|---|---|---|---|")
+        for target, value, holds in reached(result):
+            failed |= not holds
+            sign = "<=" if target.most else ">="
+            print(
+                f"| {target.name} | {target.shape} | {sign} {target.goal:g} | {value:.3g} | {'' if holds else 'no'} |"
+            )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""kvcq bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcq.cli.console import Console
+from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet, Verbose, choice
+from kvcq.errors import EvaluationError
+
+
+def command(
+    what: Annotated[str, typer.Argument(help="What to time: kernels.")],
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Decode shapes BATCHxCONTEXT[@D[:QHEADS/KVHEADS]], e.g. 1x32k,32x32k,32x32k@64:64/8."),
+    ] = None,
+    ops: Annotated[str, typer.Option(help="decode, write, extend.")] = "decode,write,extend",
+    codecs: Annotated[str, typer.Option(help="int2, vq, int2x4 (four scales a row).")] = "int2,vq",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE.py: time a foreign kernel too; the file defines prepare(shape). Repeat for more."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Replays of each timing; the median counts.", min=1)] = 10,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Check this machine's kernels against float64, then time them beside BF16 attention.
+
+    Prints Markdown tables. A kernel that is wrong is not timed, and the command ends with 1.
+
+    Example: kvcq bench kernels --shapes 32x32k --out kernels.json
+    """
+    from kvcq.pipeline.bench.run import bench
+    from kvcq.pipeline.requests import BenchRequest
+
+    choice(what, ("kernels",), "WHAT")
+    request = BenchRequest(
+        shapes=_items(shapes),
+        ops=_items(ops),
+        codecs=_items(codecs),
+        peers=tuple(peer or ()),
+        repeats=repeats,
+        out=out,
+        force=force,
+        dry_run=dry_run,
+    )
+    with Console(json=json, quiet=quiet, verbose=verbose) as console:
+        result = bench(request, console)
+    console.result(result.text(), result.payload())
+    if result.wrong:
+        first = result.wrong[0]
+        raise EvaluationError(
+            f"{len(result.wrong)} kernels are wrong or failed, first {first.op} {first.shape.label} {first.codec} "
+            f"{first.kernel}: {first.problem}",
+            where="bench kernels",
+        )
+
+
+def _items(text: str | None) -> tuple[str, ...]:
+    """Split a comma-separated list; empty items fall out."""
+    return tuple(item.strip() for item in (text or "").split(",") if item.strip())

@@ -1,0 +1,148 @@
+"""Layers filled with random numbers, on the device: constants through a real codec, pages in random order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcq.codecs.packing import PAGE_TOKENS, page_views
+from kvcq.codecs.pair import HeadCodec
+from kvcq.kernels.arrays import LayerCache, Requests, Tables
+from kvcq.pipeline.bench.shapes import WINDOWS, Shape
+from kvcq.spec.codec import VQ_GROUP, VQ_WORDS, CodecSpec
+from kvcq.spec.geometry import LayerGeometry
+from kvcq.spec.plan import LayerPlan
+
+SERVED = torch.bfloat16
+RING_SLACK = 64
+SCALE, SPREAD = 0.9, 0.25
+INT8_MAX = 127
+
+_K, _V = CodecSpec(transform="orthogonal", clip=0.96), CodecSpec(transform="orthogonal", clip=0.92)
+_VQ = CodecSpec(transform="metric", centred=True, quantizer="group_vq", codebook="int8")
+CODECS: dict[str, tuple[CodecSpec, CodecSpec]] = {
+    "int2": (_K, _V),
+    "vq": (_VQ, CodecSpec(transform="orthogonal", centred=True)),
+    "int2x4": (_K.model_copy(update={"groups": 4}), _V.model_copy(update={"groups": 4})),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The layers of one step; all have the same requests.
+
+    Attributes:
+        shape: Of each layer.
+        tables, caches: Constants and storage of each layer.
+        requests: The batch.
+        scaling: Factor on products.
+    """
+
+    shape: Shape
+    tables: list[Tables]
+    caches: list[LayerCache]
+    requests: Requests
+    scaling: float
+
+
+def words_of(codec: str) -> int:
+    """Return the affine words of a token and head."""
+    return max(side.groups for side in CODECS[codec])
+
+
+def build_step(codec: str, shape: Shape, layers: int, *, fill: bool = True) -> Step:
+    """Build layers whose pages hold random codes, with scales near one, and whose exact rows are normal.
+
+    Args:
+        codec: Of `CODECS`.
+        shape: Of each layer.
+        layers: How many.
+        fill: False leaves all storage as it was allocated, for writes.
+    """
+    device = torch.device("cuda")
+    tables = [random_tables(codec, shape, device) for _ in range(layers)]
+    requests = random_requests(shape, device)
+    caches = [random_cache(codec, shape, one, fill=fill) for one in tables]
+    return Step(shape, tables, caches, requests, shape.d**-0.5)
+
+
+def random_tables(codec: str, shape: Shape, device: torch.device) -> Tables:
+    """Return the constants of one layer."""
+    heads, d = shape.heads, shape.d
+    tensors: dict[str, Any] = {}
+    for side, spec in zip("kv", CODECS[codec], strict=True):
+        left, right = reflection(heads, d, device), reflection(heads, d, device)
+        stretch = torch.empty(heads, 1, d, dtype=torch.float64, device=device).uniform_(-SPREAD, SPREAD).exp()
+        if spec.transform == "orthogonal":
+            tensors[f"{side}.transform"] = left @ right
+        if spec.transform == "metric":
+            tensors[f"{side}.transform"], tensors[f"{side}.query"] = (left * stretch) @ right, (left / stretch) @ right
+        if spec.centred:
+            tensors[f"{side}.offset"] = torch.randn(heads, d, device=device)
+        if spec.quantizer == "group_vq":
+            shape_of_words = (heads, d // VQ_GROUP, VQ_WORDS, VQ_GROUP)
+            words = torch.randint(-INT8_MAX, INT8_MAX + 1, shape_of_words, device=device, dtype=torch.int8)
+            # The scale of a group is that of its largest coordinate.
+            words[:, :, 0, 0] = INT8_MAX
+            tensors[f"{side}.codebook"] = words
+            scale = torch.empty(heads, d // VQ_GROUP, device=device).uniform_(1 - SPREAD, 1 + SPREAD)
+            tensors[f"{side}.codebook_scale"] = scale / (INT8_MAX / 3**0.5)
+    geometry = LayerGeometry(layer=0, kind="full", q_heads=shape.q_heads, kv_heads=heads, d_k=d, d_v=d)
+    plan = LayerPlan(layer=0, k=CODECS[codec][0], v=CODECS[codec][1])
+    built = HeadCodec.build(plan, geometry, tensors, cast=SERVED, device=device)
+    return Tables.of(built, heads, d, d, SERVED, device)
+
+
+def reflection(heads: int, d: int, device: torch.device) -> Tensor:
+    """Return a random Householder matrix of each head, float64 ``[H, d, d]``; the product of two is a rotation."""
+    axis = torch.nn.functional.normalize(torch.randn(heads, d, dtype=torch.float64, device=device), dim=-1)
+    return torch.eye(d, dtype=torch.float64, device=device) - 2 * axis[:, :, None] * axis[:, None]
+
+
+def random_requests(shape: Shape, device: torch.device) -> Requests:
+    """Return requests of equal length whose pages lie anywhere."""
+    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    return Requests(
+        page_table=torch.randperm(shape.pages, **options).view(shape.batch, -1),
+        slots=torch.randperm(shape.batch, **options),
+        lengths=torch.full((shape.batch,), shape.context, **options),
+        exact_from=torch.zeros(shape.batch, **options),
+    )
+
+
+def random_cache(codec: str, shape: Shape, tables: Tables, *, fill: bool) -> LayerCache:
+    """Return the storage of one layer."""
+    device = tables.k.map.device
+    size = (shape.pages, shape.heads, tables.block_bytes)
+    if fill:
+        pages = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+        _, _, words = page_views(pages, shape.d, shape.d, tables.words)
+        for at, vector in ((0, tables.vq), (2, False)):
+            scale = torch.empty(words.shape[:-1], device=device).uniform_(SCALE * (1 - SPREAD), SCALE * (1 + SPREAD))
+            words[..., at] = scale
+            # Codes 0..3 lie around zero then.
+            words[..., at + 1] = 0.0 if vector else -1.5 * scale
+    else:
+        pages = torch.empty(size, dtype=torch.uint8, device=device)
+    make: Callable[..., Tensor] = partial(torch.randn if fill else torch.empty, dtype=SERVED, device=device)
+    sink, ring = WINDOWS.sink, WINDOWS.recent + RING_SLACK
+    sink_k, sink_v, ring_k, ring_v = (make(shape.batch, shape.heads, n, shape.d) for n in (sink, sink, ring, ring))
+    return LayerCache(pages, sink_k, sink_v, ring_k, ring_v, WINDOWS)
+
+
+def random_queries(shape: Shape, count: int) -> list[Tensor]:
+    """Return mapped queries ``[tokens, Hq, d]`` of `count` layers."""
+    size = (shape.batch * shape.chunk, shape.q_heads, shape.d)
+    return [torch.randn(size, dtype=SERVED, device="cuda") for _ in range(count)]
+
+
+def token_slots(requests: Requests, first: int, stop: int) -> Tensor:
+    """Return the slots, int64 ``[B (stop - first)]``, of the tokens at these positions, request by request."""
+    at = torch.arange(first, stop, device=requests.page_table.device)
+    pages = requests.page_table.long()[:, at // PAGE_TOKENS]
+    return (pages * PAGE_TOKENS + at % PAGE_TOKENS).flatten()

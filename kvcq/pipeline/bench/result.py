@@ -1,0 +1,169 @@
+"""What was measured: rows, their record for machines and the tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvcq.errors import visible
+from kvcq.pipeline.bench.shapes import Shape
+from kvcq.pipeline.bench.timing import Timing
+
+BOUND_GBS = 4500.0
+TITLES = {
+    "decode": "Decode attention, one token a request, windows included",
+    "append": "Write of one decode step; compared with BF16 decode attention of the same step",
+    "prefill": "Write of a chunk; compared with BF16 causal attention of the same chunk",
+    "extend": "Attention of a chunk of new tokens",
+    "peer": "Foreign kernels",
+}
+COLUMNS = (
+    "shape", "codec", "kernel", "us", "spread, us", "GB/s", "% of read ceiling", "% of bound", "BF16 / this",
+    "relative error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel at one shape.
+
+    Attributes:
+        op: ``decode``, ``append``, ``prefill``, ``extend`` or ``peer``.
+        shape: What was computed.
+        codec: ``bf16`` for baselines.
+        kernel: Backend or library; ``, folded`` when the inverse rotation of the values is left to the caller.
+        timing: None when it was not timed.
+        bytes: Bytes that a layer must read, where that is what bounds it.
+        bf16_us: Time of the best BF16 kernel at the shape.
+        error: Relative error against float64 of what was checked, ``|o - ref| / |ref|``.
+        problem: Why there is no time.
+        wrong: The problem is that the kernel is wrong or failed.
+    """
+
+    op: str
+    shape: Shape
+    codec: str
+    kernel: str
+    timing: Timing | None = None
+    bytes: int | None = None
+    bf16_us: float | None = None
+    error: float | None = None
+    problem: str | None = None
+    wrong: bool = False
+
+    @property
+    def rate(self) -> float | None:
+        """GB/s of the bytes that must be read."""
+        return None if self.timing is None or self.bytes is None else self.bytes / self.timing.us / 1000
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the best BF16 kernel."""
+        return None if self.timing is None or self.bf16_us is None else self.bf16_us / self.timing.us
+
+
+@dataclass
+class BenchResult:
+    """Rows of one run on one device.
+
+    Attributes:
+        device: Name, versions and settings, in words.
+        ceiling: Best measured rate of a read-only kernel, GB/s; None when it was not measured.
+        rates: The rate of each of its block shapes.
+        rows: In the order of measuring.
+        choices: What serving would choose, by codec and shape.
+        seconds: Of the whole run.
+        plan: Lines of a dry run, instead of all that.
+    """
+
+    device: dict[str, str] = field(default_factory=dict)
+    ceiling: float | None = None
+    rates: list[float] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    plan: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Rows of kernels that are wrong or failed."""
+        return [row for row in self.rows if row.wrong]
+
+    def text(self) -> str:
+        """Return Markdown: the device, a table for each operation, and what was not timed."""
+        if self.plan:
+            return "\n".join(self.plan)
+        lines = [f"{', '.join(f'{name} {value}' for name, value in self.device.items())}.", ""]
+        if self.ceiling is not None:
+            rates = ", ".join(f"{rate:.0f}" for rate in self.rates)
+            lines += [f"Read ceiling, measured: {self.ceiling:.0f} GB/s ({rates}). Bound: {BOUND_GBS:.0f} GB/s.", ""]
+        for op, title in TITLES.items():
+            rows = [row for row in self.rows if row.op == op]
+            if rows:
+                lines += [f"{title}:", "", *table(rows, self.ceiling), ""]
+        lines += [f"- {label}: {choice}" for label, choice in self.choices.items()]
+        untimed = [row for row in self.rows if row.problem]
+        lines += [
+            f"- not timed: {row.codec} {row.kernel} {row.shape.label}: {visible(row.problem or '')}" for row in untimed
+        ]
+        return "\n".join([*lines, f"- {self.seconds:.0f} s in all"])
+
+    def payload(self) -> dict[str, Any]:
+        """Return the record for machines."""
+        if self.plan:
+            return {"kind": "bench", "plan": self.plan}
+        return {
+            "kind": "bench",
+            "device": self.device,
+            "read_ceiling_gbs": self.ceiling,
+            "read_rates_gbs": self.rates,
+            "bound_gbs": BOUND_GBS,
+            "rows": [self._record(row) for row in self.rows],
+            "choices": self.choices,
+            "seconds": self.seconds,
+        }
+
+    def _record(self, row: Row) -> dict[str, Any]:
+        record = {"label": row.shape.label, **asdict(row.shape), **asdict(row)}
+        timing = record.pop("timing") or dict.fromkeys(("us", "low", "high", "calls"))
+        del record["shape"]
+        of_ceiling, of_bound = shares(row, self.ceiling)
+        rates = {"gbs": row.rate, "of_ceiling": of_ceiling, "of_bound": of_bound, "bf16_ratio": row.ratio}
+        return {**record, **timing, **rates}
+
+
+def shares(row: Row, ceiling: float | None) -> tuple[float | None, float | None]:
+    """Return the rate of a row as a share of the measured ceiling and of the bound."""
+    if row.rate is None:
+        return None, None
+    return None if ceiling is None else row.rate / ceiling, row.rate / BOUND_GBS
+
+
+def table(rows: Iterable[Row], ceiling: float | None) -> list[str]:
+    """Return a Markdown table of timed and wrong rows; columns that no row fills are left out."""
+    cells = [_cells(row, ceiling) for row in rows if row.timing is not None or row.wrong]
+    kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in cells)]
+    head = [COLUMNS[i] for i in kept]
+    lines = [head, ["---"] * len(head), *([line[i] for i in kept] for line in cells)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _cells(row: Row, ceiling: float | None) -> list[str]:
+    timing, (of_ceiling, of_bound) = row.timing, shares(row, ceiling)
+    return [
+        row.shape.label,
+        row.codec,
+        row.kernel,
+        "wrong" if timing is None else _figure(timing.us),
+        "" if timing is None else f"{_figure(timing.low)} .. {_figure(timing.high)}",
+        "" if row.rate is None else f"{row.rate:.0f}",
+        "" if of_ceiling is None else f"{100 * of_ceiling:.0f}",
+        "" if of_bound is None else f"{100 * of_bound:.0f}",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.error is None else f"{row.error:.1e}",
+    ]
+
+
+def _figure(us: float) -> str:
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"

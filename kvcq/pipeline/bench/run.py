@@ -1,0 +1,99 @@
+"""bench kernels: check what this machine's kernels compute, then time them beside BF16 attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvcq.artifacts.disk import disk_errors
+from kvcq.errors import InputError, UnavailableError, UnsupportedError
+from kvcq.pipeline.bench.layers import CODECS
+from kvcq.pipeline.bench.result import BenchResult
+from kvcq.pipeline.bench.shapes import OPS, Shape, cases, layers_for, parse_shapes
+from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.requests import BenchRequest
+from kvcq.pipeline.versions import installed
+from kvcq.reports.text import size
+
+MIN_CAPABILITY = (8, 0)
+
+
+def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
+    """Check and time the kernels.
+
+    Every kernel is compared with float64 over the dequantized cache first; one that is wrong is not timed, and its row
+    says so. BF16 is the fastest of the libraries' kernels in the same run.
+
+    Raises:
+        InputError: shapes, operations, codecs, peers or an output that do not exist or may not be replaced.
+        UnavailableError: no CUDA device.
+        UnsupportedError: a device on which no kernel was tested.
+    """
+    _check(request)
+    shapes = parse_shapes(request.shapes)
+    plan = cases(request.ops, shapes)
+    if request.dry_run:
+        return BenchResult(plan=[_line(op, shape) for op, shape in plan])
+    check_device()
+    from kvcq.pipeline.bench.measure import measure
+
+    result = measure(request, plan, reporter)
+    if request.out is not None:
+        _save(result, request.out)
+    return result
+
+
+def check_device() -> None:
+    """Refuse to begin where nothing can be timed.
+
+    Raises:
+        UnavailableError: torch is built without CUDA, or sees no device.
+        UnsupportedError: HIP, or a device that is too old.
+    """
+    import torch
+
+    fix = "run it on a machine with an NVIDIA GPU; --dry-run lists the shapes"
+    if torch.version.hip is not None:
+        raise UnsupportedError(f"kernels are not tested on HIP {torch.version.hip}", where="bench kernels", fix=fix)
+    if torch.version.cuda is None:
+        raise UnavailableError(f"torch {torch.__version__} is built without CUDA", where="bench kernels", fix=fix)
+    if not torch.cuda.is_available():
+        raise UnavailableError("torch sees no CUDA device", where="bench kernels", fix=fix)
+    found = torch.cuda.get_device_capability()
+    if found < MIN_CAPABILITY:
+        raise UnsupportedError(f"kernels need compute capability 8.0, this is {found[0]}.{found[1]}", fix=fix)
+
+
+def _check(request: BenchRequest) -> None:
+    for op in request.ops:
+        if op not in OPS:
+            raise InputError(f"{op!r} is no operation", where="--ops", fix=f"use {', '.join(OPS)}")
+    for codec in request.codecs:
+        if codec not in CODECS:
+            raise InputError(f"{codec!r} is no codec", where="--codecs", fix=f"use {', '.join(CODECS)}")
+    if request.repeats < 1:
+        raise InputError(f"{request.repeats} repeats", where="--repeats", fix="use 1 or more")
+    out = request.out
+    if out is not None:
+        if out.suffix != ".json":
+            raise InputError(f"{out.name} does not end in .json", where="--out", fix="name it FILE.json")
+        if out.exists() and not (request.force and out.is_file()):
+            raise InputError("the output exists", where=out, fix="choose another path, or replace it: --force")
+
+
+def _line(op: str, shape: Shape) -> str:
+    coded, exact = shape.read_bytes(1), shape.bf16_bytes
+    layers = layers_for(coded) if op == "decode" else 1
+    return (
+        f"{op} {shape.label}: d {shape.d}, heads {shape.q_heads}/{shape.heads}, {size(coded)} a layer with windows "
+        f"({size(exact)} in BF16)" + (f", {layers} layers" if layers > 1 else "")
+    )
+
+
+def _save(result: BenchResult, out: Path) -> None:
+    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
+    staging = out.with_name(f".{out.name}.staging")
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging.write_text(text, encoding="utf-8")
+        staging.replace(out)

@@ -1,0 +1,80 @@
+"""Write: the tokens of one decode step into 36 layers, or a whole chunk; keys and values in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcq.codecs.packing import PAGE_TOKENS
+from kvcq.kernels.reference import decode_rows, reference_write
+from kvcq.kernels.write import store_windows, write
+from kvcq.pipeline.bench.candidate import Candidate, relative_error, trial
+from kvcq.pipeline.bench.layers import SERVED, Step, build_step, token_slots
+from kvcq.pipeline.bench.result import Row
+from kvcq.pipeline.bench.shapes import STEP_LAYERS, Shape
+
+# A row may round to another neighbour than in float64, and a code at a border flips.
+LIMIT = 2e-2
+CHUNK_LAYERS = 8
+
+
+def write_rows(op: str, shape: Shape, codecs: Sequence[str], repeats: int, bf16_us: float | None) -> Iterator[Row]:
+    """Check and time each codec: ``append`` writes one token a request, ``prefill`` all of them."""
+    prepare = _append if op == "append" else _prefill
+    for codec in codecs:
+        yield trial(op, shape, codec, "triton", partial(prepare, shape, codec), repeats, bf16_us=bf16_us)
+
+
+def _append(shape: Shape, codec: str) -> Candidate:
+    step = build_step(codec, shape, STEP_LAYERS, fill=False)
+    return _candidate(step, shape.context - 1, chunk=False)
+
+
+def _prefill(shape: Shape, codec: str) -> Candidate:
+    step = build_step(codec, shape, CHUNK_LAYERS, fill=False)
+    return _candidate(step, 0, chunk=True)
+
+
+def _candidate(step: Step, first: int, *, chunk: bool) -> Candidate:
+    """Write positions from `first` on; a chunk hands out its exact rows and stores the windows afterwards."""
+    shape, requests = step.shape, step.requests
+    count = shape.context - first
+    tokens = shape.batch * count
+    size = (tokens, shape.heads, shape.d)
+    pairs = [[torch.randn(size, dtype=SERVED, device="cuda") for _ in range(2)] for _ in step.caches]
+    rows = (torch.empty(size, dtype=SERVED, device="cuda"), torch.empty(size, dtype=SERVED, device="cuda"))
+    slots = token_slots(requests, first, shape.context)
+    options: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+    positions = torch.arange(first, shape.context, **options).repeat(shape.batch)
+    owners = torch.arange(shape.batch, **options).repeat_interleave(count)
+    clamped = torch.zeros(1, dtype=torch.int64, device="cuda")
+    where: dict[str, Any] = {"slots": slots, "positions": positions, "requests": owners, "batch": requests}
+
+    def call(layer: int) -> None:
+        tables, cache, (k, v) = step.tables[layer], step.caches[layer], pairs[layer]
+        write(tables, cache, k, v, **where, rows=rows if chunk else None, windows=not chunk, clamped=clamped)
+        if chunk:
+            store_windows(cache, rows, positions, owners, requests)
+
+    def error() -> float:
+        tables, cache = step.tables[0], step.caches[0]
+        wanted = replace(cache, pages=torch.full_like(cache.pages, 0xFF))
+        reference_write(tables, wanted, *pairs[0], **where, windows=False)
+        written = (_read(step, one.pages, slots) for one in (cache, wanted))
+        return max(relative_error(found, right) for found, right in zip(*written, strict=True))
+
+    calls = [partial(call, layer) for layer in range(len(step.caches))]
+    return Candidate(calls, [step.caches[0].pages], error, LIMIT)
+
+
+def _read(step: Step, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the decoded rows, float64 ``[H, tokens, d]``, of these slots."""
+    own, place = torch.unique(slots // PAGE_TOKENS, return_inverse=True)
+    at = place * PAGE_TOKENS + slots % PAGE_TOKENS
+    k, v = decode_rows(step.tables[0], pages[own])
+    return k[:, at], v[:, at]

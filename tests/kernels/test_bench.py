@@ -1,0 +1,190 @@
+"""bench kernels where it runs without a GPU: shapes, bytes, refusals, peers, tables; and the whole on one, small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcq.errors import InputError, UnavailableError
+from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
+from kvcq.pipeline.bench.peers import load_peers
+from kvcq.pipeline.bench.result import BenchResult, Row
+from kvcq.pipeline.bench.run import bench
+from kvcq.pipeline.bench.shapes import (
+    DECODE,
+    EXTEND,
+    MOST_LAYERS,
+    OPS,
+    PREFILL,
+    ROTATED_BYTES,
+    Shape,
+    cases,
+    layers_for,
+    parse_shape,
+    parse_shapes,
+)
+from kvcq.pipeline.bench.timing import Timing
+from kvcq.pipeline.requests import BenchRequest
+from kvcq.runtime.layout import page_bytes
+from kvcq.spec.codec import CodecSpec
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+
+
+@pytest.mark.parametrize("shape", DECODE, ids=lambda shape: shape.label)
+def test_labels_read_back(shape: Shape) -> None:
+    assert parse_shape(shape.label) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("1x8k", Shape(1, 8192)),
+        ("3x1000", Shape(3, 1000)),
+        ("32x32k@64", Shape(32, 32768, 64, 64, 8)),
+        ("32x32k@128:64/8", Shape(32, 32768, 128, 64, 8)),
+        (" 2x4k@96:24/8 ", Shape(2, 4096, 96, 24, 8)),
+    ],
+)
+def test_shapes_are_read(text: str, shape: Shape) -> None:
+    assert parse_shape(text) == shape and parse_shape(shape.label) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8k", "0x8k", "1x0", "1x8m", "1x8k@65", "1x8k@128:30/8", "1x8k@128:32/0", "1x8k@8"]
+)
+def test_what_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--shapes"):
+        parse_shape(text)
+
+
+def test_given_shapes_replace_the_default_ones_and_count_once() -> None:
+    assert parse_shapes(()) == DECODE
+    assert parse_shapes(("1x8k", "2x4k", "1x8192")) == (Shape(1, 8192), Shape(2, 4096))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("d", [64, 128])
+def test_bytes_of_a_cache_are_those_of_the_layout(groups: int, d: int) -> None:
+    side, shape = CodecSpec(groups=groups), Shape(3, 1000, d)
+    assert shape.cache_bytes(groups) == 3 * 16 * shape.heads * page_bytes(side, side, d, d)
+
+
+def test_read_bytes_hold_codes_and_windows() -> None:
+    # 32448 coded tokens of 72 bytes and 320 exact ones of 512, 8 heads, 32 requests.
+    assert Shape(32, 32768).read_bytes(1) == 32 * 8 * (32448 * 72 + 320 * 512)
+    assert Shape(1, 100).read_bytes(1) == Shape(1, 100).bf16_bytes == 8 * 100 * 512
+
+
+def test_layers_walk_over_half_a_gigabyte() -> None:
+    for shape in DECODE:
+        layers = layers_for(shape.read_bytes(1))
+        assert layers * shape.read_bytes(1) >= ROTATED_BYTES and layers <= MOST_LAYERS
+    assert layers_for(10 * ROTATED_BYTES) == 1 and layers_for(1) == MOST_LAYERS
+
+
+def test_cases_follow_the_operations() -> None:
+    assert [op for op, _ in cases(OPS, DECODE[:1])] == ["decode", "append", "prefill", "extend", "extend", "extend"]
+    assert [shape.label for _, shape in cases(("extend",), ())] == ["1x512+28k", "1x4k+28k", "1x8k+28k"]
+    assert PREFILL.label == "1x8k" and all(shape.context - shape.chunk == 28672 for shape in EXTEND)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_reading_reads_everything(block: tuple[int, int], device: torch.device) -> None:
+    data = torch.randint(-(1 << 30), 1 << 30, (3 * block[0],), dtype=torch.int32, device=device)
+    sums = sums_for(data, block)
+    read_all(data, sums, block)
+    assert torch.equal(sums, reference_read_all(data, block))
+
+
+def test_reading_refuses_other_data() -> None:
+    data, block = torch.zeros(4096, dtype=torch.int32), BLOCKS[0]
+    with pytest.raises(ValueError, match="int32"):
+        read_all(data.float(), sums_for(data, block), block)
+    with pytest.raises(ValueError, match="4096 elements are not 2 programs"):
+        read_all(data, torch.zeros(2, dtype=torch.int32), block)
+
+
+@CPU_ONLY
+def test_without_a_gpu_only_the_dry_run_works(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"CUDA .*bench kernels.*--dry-run"):
+        bench(BenchRequest(out=tmp_path / "it.json"))
+    plan = bench(BenchRequest(dry_run=True, shapes=("32x32k",), ops=("decode",)))
+    assert plan.text() == (
+        "decode 32x32k: d 128, heads 32/8, 610 MiB a layer with windows (4.0 GiB in BF16)"
+    )  # fmt: skip
+    assert plan.payload() == {"kind": "bench", "plan": plan.plan} and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"ops": ("decode", "merge")}, "--ops"),
+        ({"codecs": ("int3",)}, "--codecs"),
+        ({"shapes": ("big",)}, "--shapes"),
+        ({"repeats": 0}, "--repeats"),
+        ({"out": Path("it.md")}, "--out"),
+    ],
+)
+def test_wrong_requests_name_the_flag(changes: dict, flag: str) -> None:
+    with pytest.raises(InputError, match=flag):
+        bench(BenchRequest(**changes))
+
+
+def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    out = tmp_path / "it.json"
+    out.write_text("{}")
+    with pytest.raises(InputError, match="--force"):
+        bench(BenchRequest(out=out, dry_run=True))
+    assert bench(BenchRequest(out=out, dry_run=True, force=True)).plan
+
+
+def test_peers_are_files_with_prepare(tmp_path: Path) -> None:
+    good, empty, broken = (tmp_path / f"{name}.py" for name in ("good", "empty", "broken"))
+    good.write_text("def prepare(shape):\n    return lambda: shape.batch\n")
+    empty.write_text("")
+    broken.write_text("import nothing_of_this_name\n")
+    (peer,) = load_peers([f"mine={good}"])
+    assert peer.name == "mine" and peer.prepare(Shape(7, 64))() == 7
+    for text in (str(good), "mine=", f"mine={tmp_path}", f"mine={empty}", f"mine={broken}", "mine=/no/such.py"):
+        with pytest.raises(InputError, match="--peer"):
+            load_peers([text])
+
+
+def sample() -> BenchResult:
+    """A run of three rows: a baseline, a kernel, a wrong one."""
+    shape = Shape(32, 32768)
+    rows = [
+        Row("decode", shape, "bf16", "SDPA cuDNN", Timing(968.0, 960.0, 970.0, 1), shape.bf16_bytes, 968.0),
+        Row("decode", shape, "int2", "cuda", Timing(160.0, 159.0, 161.5, 1), shape.read_bytes(1), 968.0, 1.7e-3),
+        Row("decode", shape, "vq", "triton", None, shape.read_bytes(1), 968.0, 0.1, "relative error 1e-1", True),
+    ]
+    return BenchResult({"device": "a GPU"}, 4500.0, [4400.0, 4500.0], rows, {"int2 32x32k": "cuda: measured"}, 12.3)
+
+
+def test_the_table_shows_rates_ratios_and_what_is_wrong() -> None:
+    text = sample().text()
+    assert "| 32x32k | int2 | cuda | 160.0 | 159.0 .. 161.5 | 4000 | 89 | 89 | 6.05 | 1.7e-03 |" in text
+    assert "| 32x32k | vq | triton | wrong |" in text and "- not timed: vq triton 32x32k: relative error 1e-1" in text
+    assert "Read ceiling, measured: 4500 GB/s (4400, 4500)" in text and text.endswith("12 s in all")
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {11}
+
+
+def test_the_record_holds_every_figure_of_the_table() -> None:
+    record = json.loads(json.dumps(sample().payload()))
+    found = record["rows"][1]
+    assert (found["label"], found["us"], found["batch"], found["d"]) == ("32x32k", 160.0, 32, 128)
+    assert found["bf16_ratio"] == pytest.approx(6.05) and found["of_bound"] == pytest.approx(0.889, abs=1e-3)
+    assert record["rows"][2]["us"] is None and record["rows"][2]["wrong"] and len(sample().wrong) == 1
+
+
+@pytest.mark.gpu
+def test_a_small_run_is_right_and_complete(tmp_path: Path) -> None:
+    out = tmp_path / "it.json"
+    result = bench(BenchRequest(shapes=("3x2k", "2x1k@64"), ops=("decode",), repeats=2, out=out))
+    assert not result.wrong and result.ceiling and json.loads(out.read_text())["rows"]
+    assert {row.codec for row in result.rows if row.timing} >= {"bf16", "int2", "vq"}

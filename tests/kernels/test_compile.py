@@ -1,0 +1,59 @@
+"""Every launch compiles for sm_90, and no kernel file waits for the device: the interpreter hides both mistakes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvcq.kernels
+
+ROOT = Path(kvcq.kernels.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# Files with a function `variants`: those that launch.
+LAUNCHING = [path.stem for path in FILES if path.parent == ROOT and "\ndef variants(" in path.read_text("utf-8")]
+LARGE = ("decode", "extend", "write")
+# Each makes the host wait for the device, or is left over from debugging; the reference runs on the host anyway.
+SYNCS = {"item", "tolist", "cpu", "numpy", "synchronize"}
+HOST = {"reference.py"}
+
+
+def compile_part(module: str, part: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = (sys.executable, "-m", "tests.kernels.compile_variants", module, part)
+    return subprocess.run(
+        words, env=environment, cwd=ROOT.parents[1], capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [(name, f"{i}/{n}") for name in LAUNCHING for n in [2 if name in LARGE else 1] for i in range(n)],
+)
+def test_every_variant_compiles_for_hopper(module: str, part: str) -> None:
+    done = compile_part(module, part)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert not failed, "\n".join(failed)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
+
+
+def test_every_file_that_launches_names_its_variants() -> None:
+    def launches(path: Path) -> bool:
+        tree = ast.parse(path.read_text("utf-8"))
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        return any(isinstance(call, ast.Subscript) for call in calls) and "triton.jit" in path.read_text("utf-8")
+
+    assert [path.stem for path in FILES if launches(path) and path.stem not in LAUNCHING] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_kernels_and_launchers_never_wait_for_the_device(path: Path) -> None:
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    names = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+    names |= {call.id for call in calls if isinstance(call, ast.Name)}
+    assert "print" not in names and "device_print" not in names
+    assert path.name in HOST or not names & SYNCS
