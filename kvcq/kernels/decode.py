@@ -1,0 +1,570 @@
+"""Decode attention: partial results of one query token over the pages and windows of each request.
+
+For the items of a plan (`plan.Plan`), query head i and its KV head h = i // group::
+
+    logit_j = scaling q~_i . r_j                          j in the item, decoded from a page or exact
+            = c tanh(scaling (q~_i . r_j + q_i . mu) / c) with a softcap c
+    m = max_j logit_j log2(e),   l = sum_j 2^(logit_j log2(e) - m),   o = sum_j 2^(logit_j log2(e) - m) v'_j / l
+
+The arithmetic of a coded tile: with r = s code + b a row's product is ``s (q~ . code) + b sum(q~)``, and ``q~ . code``
+runs on the integer tensor cores: q~ is rounded to 15 bits of its largest element and split into two int8 digits, which
+fill neighbouring columns. ``sum_j p_j v'_j = sum_j (p_j s_j) code_j + sum_j p_j b_j`` likewise, with p s in 14 bits of
+the tile's largest. The operands are swapped (tokens and channels fill the rows, heads the columns), and one warp works
+through an item alone, so that nothing ever waits at a barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcq.codecs.packing import PAGE_TOKENS
+from kvcq.errors import UnsupportedError
+from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
+from kvcq.kernels.bits import high_half, low_half, plane, plane_pair, query_digit, weight_digits
+from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
+from kvcq.kernels.plan import Partials, Plan
+
+LOG2E = 1.4426950408889634
+MAX_GROUP = 16
+WIDE_HEAD = 128
+NOTHING = tl.constexpr(-1e30)
+Q_STEPS = tl.constexpr(32512.0)
+P_STEPS = tl.constexpr(16256.0)
+
+
+@triton.jit
+def _join_digits(high, low, R: tl.constexpr, W: tl.constexpr):
+    return tl.reshape(tl.join(high, low), [R, W])
+
+
+@triton.jit
+def _whole(product, R: tl.constexpr, GP: tl.constexpr, base: tl.constexpr):
+    """Put the two digit columns of each head together again, float32 ``[R, GP]``."""
+    high, low = tl.split(tl.reshape(product, [R, GP, 2]))
+    return (high * base + low).to(tl.float32)
+
+
+@triton.jit
+def _of_head(columns, GP: tl.constexpr):
+    """Return one value a head of values ``[W]`` that are the same in both digit columns."""
+    value, _ = tl.split(tl.reshape(columns, [GP, 2]))
+    return value
+
+
+@triton.jit
+def _to_log2(product, off, unit, cap, CAP: tl.constexpr):
+    """Turn ``q~ . r`` times `unit` into logits in log2 units, see `_units`."""
+    if CAP:
+        return cap - 2.0 * cap / (tl.exp2(product + off[None, :]) + 1.0)
+    return product
+
+
+@triton.jit
+def _weigh(p, sv, be, R: tl.constexpr, W: tl.constexpr):
+    """Return the digits ``[R, W]`` of ``p sv`` and the unit ``[GP]`` of what their products are in."""
+    top = tl.maximum(tl.max(sv, 0), 1e-12)
+    high, low = weight_digits(p, (sv * (1.0 / top * P_STEPS))[:, None])
+    return _join_digits(high, low, R, W), be * (top / P_STEPS)
+
+
+@triton.jit
+def _add(old, al, unit, codes, digits, R: tl.constexpr, GP: tl.constexpr):
+    product = _whole(tl.dot(codes, digits, out_dtype=tl.int32), R, GP, 128)
+    return old * al[None, :] + unit[None, :] * product
+
+
+@triton.jit
+def _coded(
+    q_rows, pages, words, table, book, book_scale, off, o_rows, ml_rows, head, kv_heads, start, stop, lo, hi, unit, cap,
+    count, GP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KG: tl.constexpr, VG: tl.constexpr,
+    WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    CK: tl.constexpr = DK // 4
+    CV: tl.constexpr = DV // 4
+    W: tl.constexpr = 2 * GP
+    BLOCK: tl.constexpr = 64 * (CK + CV + 8 * WORDS)
+    # Sixteen bytes of a key fill half a matrix instruction: each is loaded twice, for two planes at once.
+    TWICE: tl.constexpr = CK == 16 and KG == 1 and not VQ
+
+    column = tl.arange(0, W)
+    low = (column % 2 == 1)[None, :]
+    byte = tl.arange(0, KB)
+    q_at = q_rows + tl.minimum(column // 2, count - 1)[None, :] * DK
+    if VQ:
+        inside = (byte < CK)[:, None]
+        fold = tl.load(book_scale + head * CK + byte, mask=byte < CK, other=0.0)[:, None]
+        q0 = tl.load(q_at + 4 * byte[:, None], mask=inside, other=0.0).to(tl.float32) * fold
+        q1 = tl.load(q_at + 4 * byte[:, None] + 1, mask=inside, other=0.0).to(tl.float32) * fold
+        q2 = tl.load(q_at + 4 * byte[:, None] + 2, mask=inside, other=0.0).to(tl.float32) * fold
+        q3 = tl.load(q_at + 4 * byte[:, None] + 3, mask=inside, other=0.0).to(tl.float32) * fold
+    elif TWICE:
+        q0 = tl.load(q_at + byte[:, None]).to(tl.float32)
+        q1 = tl.load(q_at + 32 + byte[:, None]).to(tl.float32)
+        q2 = q0
+        q3 = q1
+    else:
+        # Bytes behind a row's end belong to the next one: they meet zeros here.
+        inside = (byte < CK)[:, None]
+        q0 = tl.load(q_at + byte[:, None], mask=inside, other=0.0).to(tl.float32)
+        q1 = tl.load(q_at + CK + byte[:, None], mask=inside, other=0.0).to(tl.float32)
+        q2 = tl.load(q_at + 2 * CK + byte[:, None], mask=inside, other=0.0).to(tl.float32)
+        q3 = tl.load(q_at + 3 * CK + byte[:, None], mask=inside, other=0.0).to(tl.float32)
+    top01 = tl.maximum(tl.max(tl.abs(q0), 0), tl.max(tl.abs(q1), 0))
+    top23 = tl.maximum(tl.max(tl.abs(q2), 0), tl.max(tl.abs(q3), 0))
+    peak = tl.maximum(tl.maximum(top01, top23), 1e-20)
+    f = (1.0 / peak * Q_STEPS)[None, :]
+    q_unit = _of_head(peak, GP) * (unit / Q_STEPS)
+    if TWICE:
+        half = tl.where(byte < 16, 1.0, 0.25)[:, None]
+        d0 = query_digit(q0, f * half, low)
+        d1 = query_digit(q1, f * half, low)
+        masks = tl.where((tl.zeros([N, 1], tl.int32) + byte[None, :]) < 16, 3, 12).to(tl.uint8)
+        sum0 = _of_head(tl.sum(q0 + q1, 0), GP) * unit
+    else:
+        # Planes 1 and 3 come as four times the code; with a scale for each plane their products are divided instead.
+        quarter: tl.constexpr = 1.0 if VQ or KG == 4 else 0.25
+        d0 = query_digit(q0, f, low)
+        d1 = query_digit(q1, f * quarter, low)
+        d2 = query_digit(q2, f, low)
+        d3 = query_digit(q3, f * quarter, low)
+        if KG == 4:
+            sum0 = _of_head(tl.sum(q0, 0), GP) * unit
+            sum1 = _of_head(tl.sum(q1, 0), GP) * unit
+            sum2 = _of_head(tl.sum(q2, 0), GP) * unit
+            sum3 = _of_head(tl.sum(q3, 0), GP) * unit
+        elif not VQ:
+            sum0 = _of_head(tl.sum(q0 + q1 + q2 + q3, 0), GP) * unit
+
+    m = tl.full([GP], NOTHING, tl.float32)
+    l = tl.zeros([GP], tl.float32)  # noqa: E741
+    b0 = tl.zeros([GP], tl.float32)
+    b1 = b0
+    b2 = b0
+    b3 = b0
+    a0 = tl.zeros([VB, GP], tl.float32)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    place = tl.arange(0, N)
+    v_byte = tl.minimum(tl.arange(0, VB), CV - 1)
+    if VQ:
+        book_at = book + (head * CK + tl.minimum(byte, CK - 1)[None, :]) * 256
+    for tile in range(start, stop, N):
+        block = tl.load(table + (tile >> 6)).to(tl.int64) * kv_heads + head
+        spot = (tile & 63) + place if N < 64 else place
+        codes = pages + block * BLOCK
+        k = tl.load(codes + (spot * CK)[:, None] + (byte % CK if TWICE else byte)[None, :])
+        v = tl.load(codes + 64 * CK + (v_byte * 64)[:, None] + spot[None, :])
+        at = words + block * (BLOCK // 4) + 16 * (CK + CV) + spot * (2 * WORDS)
+        # Places outside [lo, hi) may hold anything, NaN too.
+        valid = ((tile + place) >= lo) & ((tile + place) < hi)
+        k_word = tl.where(valid, tl.load(at), 0)
+        v_word = tl.where(valid, tl.load(at + 1), 0)
+
+        if VQ:
+            cells = tl.load(book_at + k.to(tl.int32))
+            acc = tl.dot(cells.to(tl.int8), d0, out_dtype=tl.int32)
+            acc = tl.dot((cells >> 8).to(tl.int8), d1, acc, out_dtype=tl.int32)
+            acc = tl.dot((cells >> 16).to(tl.int8), d2, acc, out_dtype=tl.int32)
+            acc = tl.dot((cells >> 24).to(tl.int8), d3, acc, out_dtype=tl.int32)
+            x = _whole(acc, N, GP, 256) * q_unit[None, :] * low_half(k_word)[:, None]
+        elif TWICE:
+            acc = tl.dot(plane_pair(k, masks, 0, ASM), d0, out_dtype=tl.int32)
+            acc = tl.dot(plane_pair(k, masks, 1, ASM), d1, acc, out_dtype=tl.int32)
+            x = _whole(acc, N, GP, 256) * q_unit[None, :] * low_half(k_word)[:, None]
+            x += sum0[None, :] * high_half(k_word)[:, None]
+        elif KG == 1:
+            acc = tl.dot(plane(k, 0, ASM), d0, out_dtype=tl.int32)
+            acc = tl.dot(plane(k, 1, ASM), d1, acc, out_dtype=tl.int32)
+            acc = tl.dot(plane(k, 2, ASM), d2, acc, out_dtype=tl.int32)
+            acc = tl.dot(plane(k, 3, ASM), d3, acc, out_dtype=tl.int32)
+            x = _whole(acc, N, GP, 256) * q_unit[None, :] * low_half(k_word)[:, None]
+            x += sum0[None, :] * high_half(k_word)[:, None]
+        else:
+            k1 = tl.where(valid, tl.load(at + 2), 0)
+            k2 = tl.where(valid, tl.load(at + 4), 0)
+            k3 = tl.where(valid, tl.load(at + 6), 0)
+            x = _whole(tl.dot(plane(k, 0, ASM), d0, out_dtype=tl.int32), N, GP, 256) * low_half(k_word)[:, None]
+            x += _whole(tl.dot(plane(k, 1, ASM), d1, out_dtype=tl.int32), N, GP, 256) * (0.25 * low_half(k1))[:, None]
+            x += _whole(tl.dot(plane(k, 2, ASM), d2, out_dtype=tl.int32), N, GP, 256) * low_half(k2)[:, None]
+            x += _whole(tl.dot(plane(k, 3, ASM), d3, out_dtype=tl.int32), N, GP, 256) * (0.25 * low_half(k3))[:, None]
+            x = x * q_unit[None, :]
+            x += sum0[None, :] * high_half(k_word)[:, None] + sum1[None, :] * high_half(k1)[:, None]
+            x += sum2[None, :] * high_half(k2)[:, None] + sum3[None, :] * high_half(k3)[:, None]
+        x = _to_log2(x, off, unit, cap, CAP)
+        x = tl.where(valid[:, None], x, NOTHING)
+
+        best = tl.max(x, 0)
+        new = tl.maximum(m, best)
+        al = tl.exp2(m - new)
+        be = tl.exp2(best - new)
+        m = new
+        p = tl.exp2(x - best[None, :])
+        l = l * al + be * tl.sum(p, 0)  # noqa: E741
+        b0 = b0 * al + be * tl.sum(p * high_half(v_word)[:, None], 0)
+        digits, v_unit = _weigh(p, low_half(v_word), be, N, W)
+        a0 = _add(a0, al, v_unit, plane(v, 0, ASM), digits, VB, GP)
+        if VG == 4:
+            v1 = tl.where(valid, tl.load(at + 3), 0)
+            b1 = b1 * al + be * tl.sum(p * high_half(v1)[:, None], 0)
+            digits, v_unit = _weigh(p, low_half(v1), be, N, W)
+        a1 = _add(a1, al, v_unit, plane(v, 1, ASM), digits, VB, GP)
+        if VG == 4:
+            v2 = tl.where(valid, tl.load(at + 5), 0)
+            b2 = b2 * al + be * tl.sum(p * high_half(v2)[:, None], 0)
+            digits, v_unit = _weigh(p, low_half(v2), be, N, W)
+        a2 = _add(a2, al, v_unit, plane(v, 2, ASM), digits, VB, GP)
+        if VG == 4:
+            v3 = tl.where(valid, tl.load(at + 7), 0)
+            b3 = b3 * al + be * tl.sum(p * high_half(v3)[:, None], 0)
+            digits, v_unit = _weigh(p, low_half(v3), be, N, W)
+        a3 = _add(a3, al, v_unit, plane(v, 3, ASM), digits, VB, GP)
+
+    l = tl.where(m > 0.5 * NOTHING, l, 0.0)  # noqa: E741
+    inverse = tl.where(l > 0, 1.0 / l, 0.0)
+    heads = tl.arange(0, GP)
+    out_byte = tl.arange(0, VB)
+    kept = (out_byte < CV)[:, None] & (heads < count)[None, :]
+    o_at = o_rows + heads[None, :] * DV + out_byte[:, None]
+    if VG == 1:
+        b1 = b0
+        b2 = b0
+        b3 = b0
+    tl.store(o_at, a0 * inverse[None, :] + (b0 * inverse)[None, :], mask=kept)
+    tl.store(o_at + CV, a1 * (0.25 * inverse)[None, :] + (b1 * inverse)[None, :], mask=kept)
+    tl.store(o_at + 2 * CV, a2 * inverse[None, :] + (b2 * inverse)[None, :], mask=kept)
+    tl.store(o_at + 3 * CV, a3 * (0.25 * inverse)[None, :] + (b3 * inverse)[None, :], mask=kept)
+    tl.store(ml_rows + heads * 2, m, mask=heads < count)
+    tl.store(ml_rows + heads * 2 + 1, l, mask=heads < count)
+
+
+@triton.jit
+def _exact(
+    q_rows, sink_k, sink_v, ring_k, ring_v, off, o_rows, ml_rows, buffer, start, stop,
+    sink_lo, sink_n, recent_lo, sink_rows, ring_rows, unit, cap,
+    count, GP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CAP: tl.constexpr,
+    N: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    W: tl.constexpr = 2 * GP
+    heads = tl.arange(0, GP)
+    k_at = tl.arange(0, KP)
+    v_at = tl.arange(0, VP)
+    q = tl.load(
+        q_rows + tl.minimum(heads, count - 1)[None, :] * DK + k_at[:, None], mask=(k_at < DK)[:, None], other=0.0
+    )
+    m = tl.full([GP], NOTHING, tl.float32)
+    l = tl.zeros([GP], tl.float32)  # noqa: E741
+    a = tl.zeros([VP, GP], tl.float32)
+    place = tl.arange(0, N)
+    sink_stop = tl.minimum(stop, sink_n)
+    sink_tiles = tl.cdiv(tl.maximum(sink_stop - start, 0), N)
+    behind = tl.maximum(start, sink_n)
+    tiles = sink_tiles + tl.cdiv(tl.maximum(stop - behind, 0), N)
+    for tile in range(tiles):
+        # A tile never mixes the two buffers: rows of sinks first, then of the ring.
+        if tile < sink_tiles:
+            k_base = sink_k + buffer * sink_rows * DK
+            v_base = sink_v + buffer * sink_rows * DV
+            first = sink_lo + start + tile * N
+            last = sink_lo + sink_stop
+            size = sink_rows
+        else:
+            k_base = ring_k + buffer * ring_rows * DK
+            v_base = ring_v + buffer * ring_rows * DV
+            first = recent_lo + behind - sink_n + (tile - sink_tiles) * N
+            last = recent_lo + stop - sink_n
+            size = ring_rows
+        row = first % size + place
+        row = tl.where(row >= size, row - size, row)
+        valid = first + place < last
+        k = tl.load(k_base + (row * DK)[:, None] + k_at[None, :], mask=valid[:, None] & (k_at < DK)[None, :], other=0.0)
+        v = tl.load(v_base + (row * DV)[:, None] + v_at[None, :], mask=valid[:, None] & (v_at < DV)[None, :], other=0.0)
+        x = tl.dot(k, q, input_precision="ieee") * unit
+        x = tl.where(valid[:, None], _to_log2(x, off, unit, cap, CAP), NOTHING)
+        new = tl.maximum(m, tl.max(x, 0))
+        al = tl.exp2(m - new)
+        m = new
+        p = tl.exp2(x - new[None, :])
+        l = l * al + tl.sum(p, 0)  # noqa: E741
+        if SPLIT:
+            # A second column holds what rounding p to the dtype of v loses.
+            high = p.to(v.dtype)
+            pair = _join_digits(high, (p - high.to(tl.float32)).to(v.dtype), N, W)
+            main, rest = tl.split(tl.reshape(tl.dot(tl.trans(v), pair), [VP, GP, 2]))
+            a = a * al[None, :] + (main + rest)
+        else:
+            a = a * al[None, :] + tl.dot(tl.trans(v), p, input_precision="ieee")
+
+    inverse = tl.where(l > 0, 1.0 / l, 0.0)
+    kept = (v_at < DV)[:, None] & (heads < count)[None, :]
+    tl.store(o_rows + heads[None, :] * DV + v_at[:, None], a * inverse[None, :], mask=kept)
+    tl.store(ml_rows + heads * 2, m, mask=heads < count)
+    tl.store(ml_rows + heads * 2 + 1, l, mask=heads < count)
+
+
+@triton.jit(do_not_specialize=["columns", "kv_heads", "sink_rows", "ring_rows"])
+def decode_kernel(
+    q, pages, words, table, spans, items, sink_k, sink_v, ring_k, ring_v, book, book_scale, offset, o, ml,
+    columns, kv_heads, sink_rows, ring_rows, unit, cap,
+    GROUP: tl.constexpr, GP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KG: tl.constexpr, VG: tl.constexpr,
+    WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, OFF: tl.constexpr, N: tl.constexpr, NE: tl.constexpr,
+    KB: tl.constexpr, VB: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Work off one item for up to GP query heads of one KV head."""
+    TILES: tl.constexpr = (GROUP + GP - 1) // GP
+    program = tl.program_id(0)
+    lead = program % TILES * GP
+    head = program // TILES % kv_heads
+    item = program // TILES // kv_heads
+    request = tl.load(items + item * 4)
+    kind = tl.load(items + item * 4 + 1)
+    start = tl.load(items + item * 4 + 2)
+    stop = tl.load(items + item * 4 + 3)
+    if start >= stop:
+        return
+    # Heads that only fill up a power of two repeat the last real one and are not stored.
+    count = tl.minimum(GROUP - lead, GP) if TILES > 1 else GROUP
+    q_head = (request * kv_heads + head).to(tl.int64) * GROUP + lead
+    o_head = (item * kv_heads + head).to(tl.int64) * GROUP + lead
+    span = spans + request * 8
+    if CAP and OFF:
+        off = tl.load(offset + q_head + tl.minimum(tl.arange(0, GP), count - 1)) * unit
+    else:
+        off = tl.zeros([GP], tl.float32)
+    if kind == 0:
+        _coded(
+            q + q_head * DK, pages, words, table + request.to(tl.int64) * columns, book, book_scale, off,
+            o + o_head * DV, ml + o_head * 2, head, kv_heads, start, stop, tl.load(span), tl.load(span + 1), unit, cap,
+            count, GP, DK, DV, KG, VG, WORDS, VQ, CAP, N, KB, VB, ASM,
+        )  # fmt: skip
+    else:
+        buffer = tl.load(span + 7).to(tl.int64) * kv_heads + head
+        _exact(
+            q + q_head * DK, sink_k, sink_v, ring_k, ring_v, off, o + o_head * DV, ml + o_head * 2, buffer, start, stop,
+            tl.load(span + 2), tl.load(span + 3), tl.load(span + 4), sink_rows, ring_rows, unit, cap,
+            count, GP, DK, DV, CAP, NE, KP, VP, SPLIT,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one program is shaped.
+
+    Attributes:
+        heads: Query heads it serves, a power of two.
+        tokens: Coded tokens at a time.
+        rows: Exact rows at a time.
+        stages: Depth of the compiler's load pipeline.
+    """
+
+    heads: int
+    tokens: int
+    rows: int
+    stages: int
+
+
+def launch_table(d_k: int, d_v: int, group: int, vq: bool) -> Launch:
+    """Return the launch of a geometry: what one warp can hold in its registers."""
+    wide = max(d_k, d_v) > WIDE_HEAD
+    heads = min(power_of_two(group), 4 if wide else 8)
+    tokens = PAGE_TOKENS // 2 if wide and (vq or heads > 2) else PAGE_TOKENS
+    return Launch(heads=heads, tokens=tokens, rows=16, stages=1)
+
+
+def decode_partials(
+    tables: Tables,
+    cache: LayerCache,
+    requests: Requests,
+    q: Tensor,
+    plan: Plan,
+    partials: Partials,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    offset: Tensor | None = None,
+) -> None:
+    """Attend with the newest token of every request, one partial result an item; `merge.merge` joins them.
+
+    One launch whose grid depends on shapes alone, without allocation or host sync: it can be captured in a CUDA graph.
+
+    Args:
+        tables: Constants of the layer, 2-bit.
+        cache: What is stored.
+        requests: The batch, as `plan` was last updated with.
+        q: Mapped queries ``[B, Hq, d_k]``, served dtype.
+        plan: The work list.
+        partials: Written: every element of used items, nothing of unused ones.
+        scaling: Factor on products.
+        softcap: Logits become ``softcap tanh(logits / softcap)``.
+        offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap only; None is zeros.
+
+    Raises:
+        UnsupportedError: a codec, geometry or platform without a kernel.
+        ValueError: tensors that do not fit, with the numbers.
+    """
+    group = check_decode(tables, cache, requests, q, plan, partials, softcap, offset)
+    shape = launch_table(tables.k.d, tables.v.d, group, tables.vq)
+    unit, cap = log2_units(scaling, softcap)
+    book = cache.pages if tables.codebook is None else tables.codebook
+    scale = partials.ml if tables.codebook_scale is None else tables.codebook_scale
+    decode_kernel[(plan.size * tables.heads * -(-group // shape.heads),)](
+        q, cache.pages, cache.pages.view(torch.int32), requests.page_table, plan.spans, plan.items,
+        cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, book, scale, partials.ml if offset is None else offset,
+        partials.o, partials.ml,
+        requests.page_table.stride(0), tables.heads, cache.sink_k.shape[2], cache.ring, unit, cap,
+        **_constants(
+            (tables.k.d, tables.v.d), (tables.k.groups, tables.v.groups), group, shape, vq=tables.vq,
+            cap=softcap is not None, offset=offset is not None, split=q.dtype != torch.float32, asm=q.is_cuda,
+        ),
+        num_warps=1,
+        num_stages=shape.stages,
+    )  # fmt: skip
+
+
+def log2_units(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """Return the factor on products and the cap of the kernel.
+
+    Without a softcap the factor turns products into logits in log2 units. With one, ``c tanh(x / c)`` in log2 units is
+    ``C - 2 C / (2^y + 1)`` with ``C = c log2(e)`` and ``y = 2 x log2(e) / c``: the factor gives y, the cap is C.
+    """
+    if softcap is None:
+        return scaling * LOG2E, 0.0
+    return 2.0 * scaling * LOG2E / softcap, softcap * LOG2E
+
+
+def check_decode(
+    tables: Tables,
+    cache: LayerCache,
+    requests: Requests,
+    q: Tensor,
+    plan: Plan,
+    partials: Partials,
+    softcap: float | None,
+    offset: Tensor | None,
+) -> int:
+    """Check every assumption of a decode launch and return the query heads of a KV head.
+
+    Raises:
+        UnsupportedError: a codec, geometry or platform without a kernel.
+        ValueError: tensors that do not fit, with the numbers.
+    """
+    device, heads, batch = q.device, tables.heads, requests.batch
+    check_platform(device)
+    for name, side in (("k", tables.k), ("v", tables.v)):
+        if side.bits != 2 or side.d % 16 or not 16 <= side.d <= MAX_HEAD_DIM or side.groups not in (1, 4):
+            raise UnsupportedError(
+                f"{side.bits} bits, head dim {side.d}, {side.groups} groups: decode has 2 bits, multiples of 16 up to "
+                f"{MAX_HEAD_DIM}, 1 or 4 groups",
+                where=name,
+            )
+    check_tensor("q", q, (batch, None, tables.k.d), cache.sink_k.dtype, device)
+    group = q.shape[1] // heads
+    if group * heads != q.shape[1] or not 1 <= group <= MAX_GROUP:
+        raise UnsupportedError(f"{q.shape[1]} query heads on {heads} KV heads: groups are 1 to {MAX_GROUP} whole heads")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"a softcap of {softcap} is not positive")
+    check_tensor("pages", cache.pages, (None, heads, tables.block_bytes), torch.uint8, device)
+    if cache.pages.data_ptr() % 16:
+        raise ValueError(f"pages at address {cache.pages.data_ptr():#x} are not aligned to 16 bytes")
+    slots = cache.ring_k.shape[0]
+    for name, d in (("k", tables.k.d), ("v", tables.v.d)):
+        check_tensor(f"sink_{name}", getattr(cache, f"sink_{name}"), (slots, heads, None, d), q.dtype, device)
+        check_tensor(f"ring_{name}", getattr(cache, f"ring_{name}"), (slots, heads, cache.ring, d), q.dtype, device)
+    sinks = cache.sink_k.shape[2], cache.sink_v.shape[2]
+    if min(sinks) < cache.windows.sink or sinks[0] != sinks[1] or cache.ring <= cache.windows.recent:
+        raise ValueError(f"{sinks} sink rows and a ring of {cache.ring} do not hold windows {cache.windows}")
+    check_tensor("page_table", requests.page_table, (batch, None), torch.int32, device, contiguous=False)
+    check_tensor("spans", plan.spans, (None, 8), torch.int32, device)
+    check_tensor("items", plan.items, (None, 4), torch.int32, device)
+    if batch > plan.max_batch:
+        raise ValueError(f"{batch} requests: the plan has room for {plan.max_batch}")
+    check_tensor("partials.o", partials.o, (plan.size, q.shape[1], tables.v.d), torch.float32, device)
+    check_tensor("partials.ml", partials.ml, (plan.size, q.shape[1], 2), torch.float32, device)
+    if offset is not None:
+        check_tensor("offset", offset, (batch, q.shape[1]), torch.float32, device)
+    if tables.codebook is not None:
+        check_tensor("codebook", tables.codebook, (heads, tables.k.d // 4, 256), torch.int32, device)
+    if tables.codebook_scale is not None:
+        check_tensor("codebook_scale", tables.codebook_scale, (heads, tables.k.d // 4), torch.float32, device)
+    return group
+
+
+def _constants(
+    dims: tuple[int, int],
+    groups: tuple[int, int],
+    group: int,
+    shape: Launch,
+    *,
+    vq: bool,
+    cap: bool,
+    offset: bool,
+    split: bool,
+    asm: bool,
+) -> dict[str, Any]:
+    """Return the kernel's constants; `dims` and `groups` are of keys and values."""
+    d_k, d_v = dims
+    return {
+        "GROUP": group,
+        "GP": shape.heads,
+        "DK": d_k,
+        "DV": d_v,
+        "KG": 1 if vq else groups[0],
+        "VG": groups[1],
+        "WORDS": max(groups),
+        "VQ": vq,
+        "CAP": cap,
+        "OFF": offset,
+        "N": shape.tokens,
+        "NE": shape.rows,
+        # The integer matrix instruction takes 32 bytes of a key and 16 byte columns of values at a time.
+        "KB": max(32, power_of_two(d_k // 4)),
+        "VB": max(16, power_of_two(d_v // 4)),
+        "KP": power_of_two(d_k),
+        "VP": power_of_two(d_v),
+        "SPLIT": split,
+        "ASM": asm,
+    }
+
+
+def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Return what is compiled for a device: name, function, signature, constants, options."""
+    signature = (
+        dict.fromkeys(("q", "sink_k", "sink_v", "ring_k", "ring_v"), "*bf16")
+        | {"pages": "*u8"}
+        | dict.fromkeys(("words", "table", "spans", "items", "book"), "*i32")
+        | dict.fromkeys(("book_scale", "offset", "o", "ml"), "*fp32")
+        | dict.fromkeys(("columns", "kv_heads", "sink_rows", "ring_rows"), "i32")
+        | dict.fromkeys(("unit", "cap"), "fp32")
+    )
+    plain = [(d, d, group, 1, 1, False, False) for d in (64, 128, 256) for group in (1, 4, 8)]
+    other = [
+        (16, 16, 2, 1, 1, False, False),
+        (80, 80, 3, 1, 1, False, True),
+        (96, 96, 5, 1, 1, False, False),
+        (192, 128, 16, 1, 1, False, False),
+        (64, 64, 4, 4, 4, False, False),
+        (128, 128, 4, 4, 4, False, True),
+        (256, 256, 8, 4, 4, False, False),
+        (128, 128, 4, 1, 4, False, False),
+        (64, 64, 8, 1, 1, True, False),
+        (128, 128, 4, 1, 1, True, True),
+        (128, 128, 4, 1, 4, True, False),
+        (256, 256, 2, 1, 1, True, False),
+    ]
+    found = []
+    for d_k, d_v, group, k_groups, v_groups, vq, cap in plain + other:
+        shape = launch_table(d_k, d_v, group, vq)
+        constants = _constants(
+            (d_k, d_v), (k_groups, v_groups), group, shape, vq=vq, cap=cap, offset=cap, split=True, asm=True
+        )
+        kind = "vq" if vq else "int2"
+        name = f"decode-{kind}-d{d_k}.{d_v}-group{group}-words{k_groups}.{v_groups}{'-cap' if cap else ''}"
+        found.append((name, decode_kernel, signature, constants, {"num_warps": 1, "num_stages": shape.stages}))
+    return found
