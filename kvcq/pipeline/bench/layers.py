@@ -49,13 +49,30 @@ class Step:
     requests: Requests
     scaling: float
 
+    @property
+    def device(self) -> torch.device:
+        """Where everything lies."""
+        return self.requests.lengths.device
+
+    def random(self, *size: int) -> Tensor:
+        """Return normal numbers in the served dtype."""
+        return torch.randn(size, dtype=self.tables[0].k.map.dtype, device=self.device)
+
 
 def words_of(codec: str) -> int:
     """Return the affine words of a token and head."""
     return max(side.groups for side in CODECS[codec])
 
 
-def build_step(codec: str, shape: Shape, layers: int, *, fill: bool = True) -> Step:
+def build_step(
+    codec: str,
+    shape: Shape,
+    layers: int,
+    *,
+    fill: bool = True,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = SERVED,
+) -> Step:
     """Build layers whose pages hold random codes, with scales near one, and whose exact rows are normal.
 
     Args:
@@ -63,15 +80,16 @@ def build_step(codec: str, shape: Shape, layers: int, *, fill: bool = True) -> S
         shape: Of each layer.
         layers: How many.
         fill: False leaves all storage as it was allocated, for writes.
+        device: Where everything lies.
+        dtype: Served dtype.
     """
-    device = torch.device("cuda")
-    tables = [random_tables(codec, shape, device) for _ in range(layers)]
-    requests = random_requests(shape, device)
+    tables = [random_tables(codec, shape, torch.device(device), dtype) for _ in range(layers)]
+    requests = random_requests(shape, torch.device(device))
     caches = [random_cache(codec, shape, one, fill=fill) for one in tables]
     return Step(shape, tables, caches, requests, shape.d**-0.5)
 
 
-def random_tables(codec: str, shape: Shape, device: torch.device) -> Tables:
+def random_tables(codec: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> Tables:
     """Return the constants of one layer."""
     heads, d = shape.heads, shape.d
     tensors: dict[str, Any] = {}
@@ -94,8 +112,8 @@ def random_tables(codec: str, shape: Shape, device: torch.device) -> Tables:
             tensors[f"{side}.codebook_scale"] = scale / (INT8_MAX / 3**0.5)
     geometry = LayerGeometry(layer=0, kind="full", q_heads=shape.q_heads, kv_heads=heads, d_k=d, d_v=d)
     plan = LayerPlan(layer=0, k=CODECS[codec][0], v=CODECS[codec][1])
-    built = HeadCodec.build(plan, geometry, tensors, cast=SERVED, device=device)
-    return Tables.of(built, heads, d, d, SERVED, device)
+    built = HeadCodec.build(plan, geometry, tensors, cast=dtype, device=device)
+    return Tables.of(built, heads, d, d, dtype, device)
 
 
 def reflection(heads: int, d: int, device: torch.device) -> Tensor:
@@ -129,16 +147,16 @@ def random_cache(codec: str, shape: Shape, tables: Tables, *, fill: bool) -> Lay
             words[..., at + 1] = 0.0 if vector else -1.5 * scale
     else:
         pages = torch.empty(size, dtype=torch.uint8, device=device)
-    make: Callable[..., Tensor] = partial(torch.randn if fill else torch.empty, dtype=SERVED, device=device)
+    make: Callable[..., Tensor] = partial(torch.randn if fill else torch.empty, dtype=tables.k.map.dtype, device=device)
     sink, ring = WINDOWS.sink, WINDOWS.recent + RING_SLACK
     sink_k, sink_v, ring_k, ring_v = (make(shape.batch, shape.heads, n, shape.d) for n in (sink, sink, ring, ring))
     return LayerCache(pages, sink_k, sink_v, ring_k, ring_v, WINDOWS)
 
 
-def random_queries(shape: Shape, count: int) -> list[Tensor]:
-    """Return mapped queries ``[tokens, Hq, d]`` of `count` layers."""
-    size = (shape.batch * shape.chunk, shape.q_heads, shape.d)
-    return [torch.randn(size, dtype=SERVED, device="cuda") for _ in range(count)]
+def random_queries(step: Step) -> list[Tensor]:
+    """Return mapped queries ``[tokens, Hq, d]`` of each layer."""
+    shape = step.shape
+    return [step.random(shape.batch * shape.chunk, shape.q_heads, shape.d) for _ in step.caches]
 
 
 def token_slots(requests: Requests, first: int, stop: int) -> Tensor:

@@ -14,7 +14,7 @@ from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.kernels.reference import decode_rows, reference_write
 from kvcq.kernels.write import store_windows, write
 from kvcq.pipeline.bench.candidate import Candidate, relative_error, trial
-from kvcq.pipeline.bench.layers import SERVED, Step, build_step, token_slots
+from kvcq.pipeline.bench.layers import Step, build_step, token_slots
 from kvcq.pipeline.bench.result import Row
 from kvcq.pipeline.bench.shapes import STEP_LAYERS, Shape
 
@@ -25,34 +25,35 @@ CHUNK_LAYERS = 8
 
 def write_rows(op: str, shape: Shape, codecs: Sequence[str], repeats: int, bf16_us: float | None) -> Iterator[Row]:
     """Check and time each codec: ``append`` writes one token a request, ``prefill`` all of them."""
-    prepare = _append if op == "append" else _prefill
     for codec in codecs:
-        yield trial(op, shape, codec, "triton", partial(prepare, shape, codec), repeats, bf16_us=bf16_us)
+
+        def prepare(codec: str = codec) -> Candidate:
+            layers = STEP_LAYERS if op == "append" else CHUNK_LAYERS
+            return candidate(build_step(codec, shape, layers, fill=False), chunk=op == "prefill")
+
+        yield trial(op, shape, codec, "triton", prepare, repeats, bf16_us=bf16_us)
 
 
-def _append(shape: Shape, codec: str) -> Candidate:
-    step = build_step(codec, shape, STEP_LAYERS, fill=False)
-    return _candidate(step, shape.context - 1, chunk=False)
+def candidate(step: Step, *, chunk: bool) -> Candidate:
+    """Return the kernel over the layers of a step.
 
-
-def _prefill(shape: Shape, codec: str) -> Candidate:
-    step = build_step(codec, shape, CHUNK_LAYERS, fill=False)
-    return _candidate(step, 0, chunk=True)
-
-
-def _candidate(step: Step, first: int, *, chunk: bool) -> Candidate:
-    """Write positions from `first` on; a chunk hands out its exact rows and stores the windows afterwards."""
+    Args:
+        step: Its requests' lengths count the tokens that are written.
+        chunk: Write all tokens of the requests, hand out their exact rows and store the windows from those; otherwise
+            the last one of each, windows included.
+    """
     shape, requests = step.shape, step.requests
+    first = 0 if chunk else shape.context - 1
     count = shape.context - first
     tokens = shape.batch * count
     size = (tokens, shape.heads, shape.d)
-    pairs = [[torch.randn(size, dtype=SERVED, device="cuda") for _ in range(2)] for _ in step.caches]
-    rows = (torch.empty(size, dtype=SERVED, device="cuda"), torch.empty(size, dtype=SERVED, device="cuda"))
+    pairs = [(step.random(*size), step.random(*size)) for _ in step.caches]
+    rows = (step.random(*size), step.random(*size))
     slots = token_slots(requests, first, shape.context)
-    options: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+    options: dict[str, Any] = {"dtype": torch.int32, "device": step.device}
     positions = torch.arange(first, shape.context, **options).repeat(shape.batch)
     owners = torch.arange(shape.batch, **options).repeat_interleave(count)
-    clamped = torch.zeros(1, dtype=torch.int64, device="cuda")
+    clamped = torch.zeros(1, dtype=torch.int64, device=step.device)
     where: dict[str, Any] = {"slots": slots, "positions": positions, "requests": owners, "batch": requests}
 
     def call(layer: int) -> None:
