@@ -7,6 +7,9 @@ in log2 units and its sum l_j; with a learned sink logit a (in log2 units, ``a -
     o' = sum w_j o_j / z       m   = sum w_j / z               o = o' R_V^T + nu m
 
 Without a learned sink its term is absent and m is 1; a request that sees nothing gets zeros.
+
+Two launches: joining wants many small programs, each with all of its loads in flight; the product with R_V wants
+tiles of rows that share their read of it.
 """
 
 from __future__ import annotations
@@ -27,34 +30,42 @@ from kvcq.kernels.plan import Partials, Plan
 LOG2E = math.log2(math.e)
 MAX_GROUP = 16
 
-# Rows, a row being one query head of one request, from which sixteen share a program and its read of R_V.
-SHARED_ROWS = 512
-MIN_DOT = 16
+# Numbers that one warp holds at once, and rows (query heads of requests) from which a warp takes all their channels.
+HELD = 4096
+MANY_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How one program is cut.
+class MixShape:
+    """How a program of one warp is cut: items read at once, channels."""
 
-    Attributes:
-        rows: Query heads of one KV head, over requests: 1 or 16.
-        items: Items read at once.
-        columns: Output channels mapped at once.
-        warps: Warps.
-    """
+    items: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class RotateShape:
+    """How a program is cut: rows of one KV head, output channels, warps."""
 
     rows: int
-    items: int
     columns: int
     warps: int
 
 
-def launch_shape(batch: int, q_heads: int, d_v: int) -> Shape:
-    """Return the cut for a batch: single rows for latency, sixteen where reading R_V once a row costs more."""
+def mix_shape(batch: int, q_heads: int, d_v: int) -> MixShape:
+    """Return the cut of the first launch: few channels a warp for latency, whole rows where there are many."""
     wide = power_of_two(d_v)
-    if batch * q_heads < SHARED_ROWS:
-        return Shape(1, max(8192 // wide, 16), min(wide, 16384 // wide), 8)
-    return Shape(MIN_DOT, 4, min(wide, 64), 4)
+    if batch * q_heads < MANY_ROWS:
+        return MixShape(HELD // 16, 16)
+    return MixShape(HELD // 2 // wide, wide)
+
+
+def rotate_shape(batch: int, q_heads: int, d_v: int) -> RotateShape:
+    """Return the cut of the second launch."""
+    wide = power_of_two(d_v)
+    if batch * q_heads < MANY_ROWS:
+        return RotateShape(16, min(wide, 32), 4)
+    return RotateShape(32, min(wide, 64, 8192 // wide), 4)
 
 
 def merge(
@@ -100,184 +111,169 @@ def merge(
     check_tensor("out", out, (batch, q_heads, tables.v.d), dual.dtype, device)
     check_tensor("partial.o", partial.o, (plan.size, q_heads, d_v), torch.float32, device)
     check_tensor("partial.ml", partial.ml, (plan.size, q_heads, 2), torch.float32, device)
+    check_tensor("partial.mixed", partial.mixed, (plan.max_batch, q_heads, d_v), torch.float32, device)
+    check_tensor("partial.mass", partial.mass, (plan.max_batch, q_heads), torch.float32, device)
     check_tensor("plan.first", plan.first, (plan.max_batch + 1,), torch.int32, device)
     check_tensor("v.dual", dual, (tables.heads, d_v, d_v), dual.dtype, device)
     if nu is not None:
         check_tensor("v.offset", nu, (tables.heads, d_v), torch.float32, device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q_heads,), torch.float32, device)
-    shifted = sinks is not None and offset is not None and softcap is None
     if offset is not None:
         check_tensor("offset", offset, (batch, q_heads), torch.float32, device)
-    shape = launch_shape(batch, q_heads, d_v)
-    _merge[(triton.cdiv(batch * group, shape.rows), tables.heads)](
+    shifted = sinks is not None and offset is not None and softcap is None
+    mix = mix_shape(batch, q_heads, d_v)
+    _mix[(batch * q_heads, triton.cdiv(d_v, mix.columns))](
         partial.o,
         partial.ml,
         plan.first,
+        partial.mass if sinks is None else sinks,
+        offset if shifted else partial.mass,
+        partial.mixed if rotate else out,
+        partial.mass,
+        q_heads,
+        scaling * LOG2E,
+        D=d_v,
+        COLUMNS=mix.columns,
+        ITEMS=mix.items,
+        SINKS=sinks is not None,
+        SHIFTED=shifted,
+        num_warps=1,
+    )
+    if not rotate:
+        return
+    cut = rotate_shape(batch, q_heads, d_v)
+    grid = (triton.cdiv(batch * group, cut.rows), tables.heads, triton.cdiv(d_v, cut.columns))
+    _rotate[grid](
+        partial.mixed,
+        partial.mass,
         dual,
-        out if nu is None else nu,
-        out if sinks is None else sinks,
-        offset if shifted else out,
+        partial.mass if nu is None else nu,
         out,
         batch * group,
-        scaling * LOG2E,
         GROUP=group,
         D=d_v,
         WIDE=power_of_two(d_v),
-        ROWS=shape.rows,
-        ITEMS=shape.items,
-        COLUMNS=shape.columns,
-        ROTATE=rotate,
-        CENTRED=rotate and nu is not None,
-        SINKS=sinks is not None,
-        SHIFTED=shifted,
-        num_warps=shape.warps,
+        ROWS=cut.rows,
+        COLUMNS=cut.columns,
+        CENTRED=nu is not None,
+        num_warps=cut.warps,
     )
 
 
-@triton.jit
-def _matrix(dual, head, first, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return rows first .. first + COLUMNS - 1 of R_V ``[COLUMNS, WIDE]``, zeros outside."""
-    c = first + tl.arange(0, COLUMNS)
-    e = tl.arange(0, WIDE)
-    at = dual + head * (D * D) + c[:, None] * D + e[None, :]
-    return tl.load(at, mask=(c[:, None] < D) & (e[None, :] < D), other=0.0)
-
-
-@triton.jit(do_not_specialize=["total"])
-def _merge(
+@triton.jit(do_not_specialize=["q_heads"])
+def _mix(
     o,
     ml,
     first,
-    dual,
-    nu,
     sinks,
     offset,
+    mixed,
+    mass,
+    q_heads,
+    scaling,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SHIFTED: tl.constexpr,
+):
+    """Join the items of one query head of one request; one warp, so that no barrier lies between two steps."""
+    row = tl.program_id(0)
+    head = row % q_heads
+    request = row // q_heads
+    begin = tl.load(first + request)
+    count = tl.load(first + request + 1) - begin
+    place = tl.arange(0, ITEMS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    top = -1e30
+    total = 0.0
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, count, ITEMS):
+        held = start + place < count
+        at = (begin + start + place).to(tl.int64) * q_heads + head
+        m = tl.load(ml + 2 * at, mask=held, other=-1e30)
+        share = tl.load(ml + 2 * at + 1, mask=held, other=0.0)
+        part = tl.load(o + at[:, None] * D + c[None, :], mask=held[:, None] & (c < D)[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(m, 0))
+        kept = tl.exp2(top - new_top)
+        weight = share * tl.exp2(m - new_top)
+        total = total * kept + tl.sum(weight, 0)
+        sums = sums * kept + tl.sum(part * weight[:, None], 0)
+        top = new_top
+    whole = total
+    if SINKS:
+        extra = tl.load(sinks + head) * 1.4426950408889634
+        if SHIFTED:
+            extra -= scaling * tl.load(offset + row)
+        new_top = tl.maximum(top, extra)
+        kept = tl.exp2(top - new_top)
+        total = total * kept
+        sums = sums * kept
+        whole = total + tl.exp2(extra - new_top)
+    # Nothing seen: mass and outputs are zero, and so is what is written.
+    inverse = 1.0 / tl.where(whole > 0, whole, 1.0)
+    tl.store(mixed + row.to(tl.int64) * D + c, (sums * inverse).to(mixed.dtype.element_ty), mask=c < D)
+    if tl.program_id(1) == 0:
+        tl.store(mass + row, total * inverse)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _rotate(
+    mixed,
+    mass,
+    dual,
+    nu,
     out,
     total,
-    scaling,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROTATE: tl.constexpr,
     CENTRED: tl.constexpr,
-    SINKS: tl.constexpr,
-    SHIFTED: tl.constexpr,
 ):
-    """Merge ROWS rows of one KV head; row t is query head ``t mod GROUP`` of request ``t div GROUP``."""
+    """Lead ROWS rows of one KV head back; row t is query head ``t mod GROUP`` of request ``t div GROUP``."""
     kv_head = tl.program_id(1)
     q_heads = tl.num_programs(1) * GROUP
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < total
-    request = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    begin = tl.load(first + request, mask=inside, other=0)
-    count = tl.load(first + request + 1, mask=inside, other=0) - begin
-    ahead: tl.constexpr = ROTATE and ROWS == 1 and COLUMNS == WIDE
-    if ahead:
-        # Asked for before the items: its latency is hidden behind theirs.
-        matrix = _matrix(dual, kv_head, 0, D, WIDE, COLUMNS)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = t < total
+    row = (t // GROUP) * q_heads + kv_head * GROUP + t % GROUP
     e = tl.arange(0, WIDE)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDE], tl.float32)
-    for start in range(0, tl.max(count, 0), ITEMS):
-        if ROWS == 1:
-            place = start + tl.arange(0, ITEMS)
-            held = place[None, :] < count[:, None]
-            at = (begin[:, None] + place[None, :]).to(tl.int64) * q_heads + head[:, None]
-            m = tl.load(ml + 2 * at, mask=held, other=-1e30)
-            share = tl.load(ml + 2 * at + 1, mask=held, other=0.0)
-            read = held[:, :, None] & (e < D)[None, None, :]
-            part = tl.load(o + at[:, :, None] * D + e[None, None, :], mask=read, other=0.0)
-            new_top = tl.maximum(top, tl.max(m, 1))
-            kept = tl.exp2(top - new_top)
-            weight = share * tl.exp2(m - new_top[:, None])
-            mass = mass * kept + tl.sum(weight, 1)
-            mixed = mixed * kept[:, None] + tl.sum(part * weight[:, :, None], 1)
-            top = new_top
-        else:
-            # Item by item: a tile of rows, items and channels would cross warps.
-            for step in tl.static_range(ITEMS):
-                held = start + step < count
-                at = (begin + start + step).to(tl.int64) * q_heads + head
-                m = tl.load(ml + 2 * at, mask=held, other=-1e30)
-                share = tl.load(ml + 2 * at + 1, mask=held, other=0.0)
-                read = held[:, None] & (e < D)[None, :]
-                part = tl.load(o + at[:, None] * D + e[None, :], mask=read, other=0.0)
-                new_top = tl.maximum(top, m)
-                kept = tl.exp2(top - new_top)
-                weight = share * tl.exp2(m - new_top)
-                mass = mass * kept + weight
-                mixed = mixed * kept[:, None] + part * weight[:, None]
-                top = new_top
-    whole = mass
-    if SINKS:
-        extra = tl.load(sinks + head) * 1.4426950408889634
-        if SHIFTED:
-            extra -= scaling * tl.load(offset + request * q_heads + head, mask=inside, other=0.0)
-        new_top = tl.maximum(top, extra)
-        kept = tl.exp2(top - new_top)
-        mass = mass * kept
-        mixed = mixed * kept[:, None]
-        whole = mass + tl.exp2(extra - new_top)
-    # Nothing seen: mass and outputs are zero, and so is what is written.
-    inverse = 1.0 / tl.where(whole > 0, whole, 1.0)
-    mass = mass * inverse
-    mixed = mixed * inverse[:, None]
-    if not ROTATE:
-        to = out + (request.to(tl.int64) * q_heads + head)[:, None] * D + e[None, :]
-        tl.store(to, mixed.to(out.dtype.element_ty), mask=inside[:, None] & (e < D)[None, :])
-    else:
-        # A product of matrices has 16 rows: a single one is repeated, and the first one kept.
-        tile: tl.constexpr = ROWS if ROWS >= 16 else 16
-        mixed = tl.broadcast_to(mixed, [tile, WIDE])
-        mass = tl.broadcast_to(mass, [tile])
-        place = tl.arange(0, tile)
-        row = tl.program_id(0) * ROWS + place
-        inside = (place < ROWS) & (row < total)
-        to = out + ((row // GROUP).to(tl.int64) * q_heads + kv_head * GROUP + row % GROUP)[:, None] * D
-        high = mixed.to(dual.dtype.element_ty)
-        for column in tl.static_range(0, D, COLUMNS):
-            c = column + tl.arange(0, COLUMNS)
-            if not ahead:
-                matrix = _matrix(dual, kv_head, column, D, WIDE, COLUMNS)
-            back = tl.dot(high, tl.trans(matrix), input_precision="ieee")
-            if dual.dtype.element_ty != tl.float32:
-                # Two parts of the served dtype carry more bits than the output keeps.
-                low = (mixed - high.to(tl.float32)).to(matrix.dtype)
-                back = tl.dot(low, tl.trans(matrix), back)
-            if CENTRED:
-                back += mass[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
-            tl.store(to + c[None, :], back.to(out.dtype.element_ty), mask=inside[:, None] & (c < D)[None, :])
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    transposed = dual + kv_head * (D * D) + c[None, :] * D + e[:, None]
+    matrix = tl.load(transposed, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+    x = tl.load(mixed + row.to(tl.int64)[:, None] * D + e[None, :], mask=inside[:, None] & (e < D)[None, :], other=0.0)
+    high = x.to(matrix.dtype)
+    back = tl.dot(high, matrix, input_precision="ieee")
+    if matrix.dtype != tl.float32:
+        # Two parts of the served dtype carry more bits than the output keeps.
+        low = (x - high.to(tl.float32)).to(matrix.dtype)
+        back = tl.dot(low, matrix, back)
+    if CENTRED:
+        share = tl.load(mass + row, mask=inside, other=0.0)
+        back += share[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
+    to = out + row.to(tl.int64)[:, None] * D + c[None, :]
+    tl.store(to, back.to(out.dtype.element_ty), mask=inside[:, None] & (c < D)[None, :])
 
 
 def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """Return what is compiled for a device: name, function, signature, constants, options."""
-    floats = dict.fromkeys(("o", "ml", "nu", "sinks", "offset"), "*fp32")
-    signature = floats | {"first": "*i32", "dual": "*bf16", "out": "*bf16", "total": "i32", "scaling": "fp32"}
-    order = ("o", "ml", "first", "dual", "nu", "sinks", "offset", "out", "total", "scaling")
-    found = []
+    mix_types = dict.fromkeys(("o", "ml"), "*fp32") | {"first": "*i32"}
+    mix_types |= dict.fromkeys(("sinks", "offset", "mixed", "mass"), "*fp32") | {"q_heads": "i32", "scaling": "fp32"}
+    rotate_types = {"mixed": "*fp32", "mass": "*fp32", "dual": "*bf16", "nu": "*fp32", "out": "*bf16", "total": "i32"}
+    found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]] = []
     for d in (64, 80, 96, 128, 256):
-        for batch, group, plain in ((1, 8, True), (1, 5, False), (128, 4, True), (128, 3, False)):
-            shape = launch_shape(batch, 8 * group, d)
-            for rotate in (True, False) if plain else (True,):
-                constants = {
-                    "GROUP": group,
-                    "D": d,
-                    "WIDE": power_of_two(d),
-                    "ROWS": shape.rows,
-                    "ITEMS": shape.items,
-                    "COLUMNS": shape.columns,
-                    "ROTATE": rotate,
-                    "CENTRED": rotate and not plain,
-                    "SINKS": not plain,
-                    "SHIFTED": not plain,
-                }
-                name = f"merge-{d}-rows{shape.rows}-group{group}{'' if rotate else '-unrotated'}"
-                types = {key: signature[key] for key in order}
-                found.append((name, _merge, types, constants, {"num_warps": shape.warps}))
+        for batch, group, plain in ((1, 8, True), (128, 5, False)):
+            mix = mix_shape(batch, 8 * group, d)
+            constants = {"D": d, "COLUMNS": mix.columns, "ITEMS": mix.items, "SINKS": not plain, "SHIFTED": not plain}
+            name = f"merge-mix-{d}-items{mix.items}"
+            found.append((name, _mix, mix_types, constants, {"num_warps": 1}))
+            folded = mix_types | {"mixed": "*bf16"}
+            found.append((f"{name}-folded", _mix, folded, constants, {"num_warps": 1}))
+            cut = rotate_shape(batch, 8 * group, d)
+            constants = {"GROUP": group, "D": d, "WIDE": power_of_two(d), "ROWS": cut.rows, "COLUMNS": cut.columns}
+            constants["CENTRED"] = not plain
+            name = f"merge-rotate-{d}-rows{cut.rows}-group{group}"
+            found.append((name, _rotate, rotate_types, constants, {"num_warps": cut.warps}))
     return found

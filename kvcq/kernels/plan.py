@@ -32,10 +32,11 @@ SPAN_FIELDS = 8
 ITEM_FIELDS = 4
 UNLIMITED = 1 << 30
 
-# Comparisons of an item with every request that one program makes at once.
-COMPARISONS = 1 << 14
 MIN_REQUESTS = 16
-MAX_STEP_ITEMS = 128
+MIN_STEP, MAX_STEP = 8, 128
+
+# Comparisons of an item with every request that one program makes at once, unless there are very many requests.
+COMPARISONS = 1 << 12
 
 
 def max_items(max_batch: int, parts: int, exact_rows: int, windows: Windows) -> int:
@@ -162,23 +163,31 @@ class Partials:
             nothing.
         ml: float32 ``[items, Hq, 2]``: the largest logit m in log2 units and ``l = sum 2^(logit - m)``; -1e30 and 0
             where an item sees nothing.
+        mixed: float32 ``[max_batch, Hq, d_v]``: outputs o' of whole requests, on their way through the merge.
+        mass: float32 ``[max_batch, Hq]``: the softmax mass of their rows.
     """
 
     o: Tensor
     ml: Tensor
+    mixed: Tensor
+    mass: Tensor
 
     @classmethod
     def reserve(cls, plan: Plan, q_heads: int, d_v: int) -> Partials:
         """Allocate for the items of a plan."""
-        shapes = ((plan.size, q_heads, d_v), (plan.size, q_heads, 2))
-        o, ml = (torch.zeros(shape, dtype=torch.float32, device=plan.items.device) for shape in shapes)
-        return cls(o, ml)
+        sizes = {"o": (plan.size, d_v), "ml": (plan.size, 2), "mixed": (plan.max_batch, d_v)}
+        device = plan.items.device
+        parts = {
+            name: torch.zeros(rows, q_heads, width, dtype=torch.float32, device=device)
+            for name, (rows, width) in sizes.items()
+        }
+        return cls(**parts, mass=torch.zeros(plan.max_batch, q_heads, dtype=torch.float32, device=device))
 
 
 def _blocks(batch: int) -> tuple[int, int]:
     """Return the requests, a power of two, and the items of a program."""
     block = max(power_of_two(batch), MIN_REQUESTS)
-    return block, min(MAX_STEP_ITEMS, COMPARISONS // block)
+    return block, min(max(COMPARISONS // block, MIN_STEP), MAX_STEP)
 
 
 @triton.jit

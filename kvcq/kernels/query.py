@@ -21,9 +21,6 @@ from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
 
 MAX_GROUP = 16
 
-# Rows, a row being one query head of one token, from which larger tiles fill the device.
-MANY_ROWS = 4096
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -36,10 +33,13 @@ class Shape:
 
 def launch_shape(tokens: int, q_heads: int, d_k: int) -> Shape:
     """Return the cut: small tiles, many programs for a decode step; large ones for a chunk."""
-    wide = power_of_two(d_k)
-    if tokens * q_heads < MANY_ROWS:
+    wide, rows = power_of_two(d_k), tokens * q_heads
+    if rows < 1024:
         return Shape(16, min(wide, 32), 4)
-    return Shape(64, min(wide, 64, 8192 // wide), 4)
+    if rows < 4096:
+        return Shape(32, min(wide, 64, 8192 // wide), 4)
+    # Larger tiles of wider heads exceed the 64 KB of shared memory that small devices have.
+    return Shape(64 if rows < 65536 or wide > 128 else 128, min(wide, 64, 8192 // wide), 4)
 
 
 def map_queries(tables: Tables, q: Tensor, out: Tensor, offset: Tensor | None) -> None:

@@ -32,7 +32,9 @@ def run(tables: Tables, q: Tensor, *, offset: bool = True) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("kind", ["naive", "int2", "centred", "vq"])
-@pytest.mark.parametrize(("d_k", "group", "tokens"), [(16, 1, 1), (64, 5, 7), (80, 3, 2), (96, 4, 40), (128, 16, 3)])
+@pytest.mark.parametrize(
+    ("d_k", "group", "tokens"), [(16, 1, 1), (64, 5, 7), (80, 3, 2), (96, 4, 40), (128, 16, 3), (256, 2, 2)]
+)
 def test_queries_are_those_of_the_codec(
     kind: str, d_k: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -49,13 +51,17 @@ def test_queries_are_those_of_the_codec(
     assert torch.equal(run(tables, q, offset=False)[0], found)
 
 
-def test_large_tiles_give_the_same(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = layer("vq", 256, dtype, device)
-    q = queries(37, 6, 256, dtype, device)
+@pytest.mark.parametrize("tokens", [3000, 30_000, 300_000])
+def test_larger_tiles_give_the_same(
+    tokens: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = layer("vq", 96, dtype, device)
+    q = queries(37, 6, 96, dtype, device)
     wanted, offset = reference_query(tables, q)
-    monkeypatch.setattr(mapping, "MANY_ROWS", 1)
+    shape = launch_shape(tokens, 1, 96)
+    monkeypatch.setattr(mapping, "launch_shape", lambda *_: shape)
     found, shift = run(tables, q)
-    assert launch_shape(37, 6, 256).rows == 64
+    assert shape.rows == {3000: 32, 30_000: 64, 300_000: 128}[tokens]
     assert relative_error(found, wanted) < LIMIT[dtype]
     assert shift is not None and offset is not None and relative_error(shift, offset) < 1e-5
 
