@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
-
-if not HAS_CUDA:
-    # Read when a kernel is decorated, so before any module with kernels is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if HAS_CUDA else "cpu")
+    """With its index, as tensors have it."""
+    return torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
