@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 
 from kvcq.errors import InputError, UnavailableError
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
+from kvcq.pipeline.bench import decode, extend, layers, write
+from kvcq.pipeline.bench.candidate import Candidate, poison
+from kvcq.pipeline.bench.layers import Step
 from kvcq.pipeline.bench.peers import load_peers
 from kvcq.pipeline.bench.result import BenchResult, Row
 from kvcq.pipeline.bench.run import bench
@@ -30,6 +35,7 @@ from kvcq.pipeline.bench.timing import Timing
 from kvcq.pipeline.requests import BenchRequest
 from kvcq.runtime.layout import page_bytes
 from kvcq.spec.codec import CodecSpec
+from kvcq.spec.plan import Windows
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -180,6 +186,47 @@ def test_the_record_holds_every_figure_of_the_table() -> None:
     assert (found["label"], found["us"], found["batch"], found["d"]) == ("32x32k", 160.0, 32, 128)
     assert found["bf16_ratio"] == pytest.approx(6.05) and found["of_bound"] == pytest.approx(0.889, abs=1e-3)
     assert record["rows"][2]["us"] is None and record["rows"][2]["wrong"] and len(sample().wrong) == 1
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype) -> Callable[..., Step]:
+    """Steps that the interpreter computes in a second."""
+    for module in (layers, extend):
+        monkeypatch.setattr(module, "WINDOWS", Windows(sink=4, recent=16))
+
+    def build(codec: str, chunk: int = 1, fill: bool = True) -> Step:
+        return layers.build_step(codec, Shape(2, 150, 64, 4, 2, chunk), 2, fill=fill, device=device, dtype=dtype)
+
+    return build
+
+
+def check(found: Candidate) -> None:
+    """Run a candidate on poisoned outputs."""
+    poison(found.outs)
+    for call in found.calls:
+        call()
+    assert found.error() <= found.limit
+
+
+@pytest.mark.parametrize("codec", layers.CODECS)
+def test_what_is_timed_computes_what_it_is_compared_with(small: Callable[..., Step], codec: str) -> None:
+    step = small(codec)
+    queries = layers.random_queries(step)
+    for rotate in (True, False):
+        check(decode.candidate(step, queries, "triton", rotate, decode.expected(step, queries[0], rotate)))
+    check(decode.query_candidate(step, queries))
+    check(decode.plan_candidate(step))
+    check(extend.candidate(small(codec, chunk=20)))
+    for chunk in (True, False):
+        check(write.candidate(small(codec, fill=False), chunk=chunk))
+
+
+def test_a_kernel_that_leaves_something_out_is_seen(small: Callable[..., Step]) -> None:
+    step = small("int2")
+    queries = layers.random_queries(step)
+    found = decode.candidate(step, queries, "triton", True, decode.expected(step, queries[0], True))
+    poison(found.outs)
+    assert found.error() == math.inf
 
 
 @pytest.mark.gpu

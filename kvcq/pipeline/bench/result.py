@@ -13,6 +13,7 @@ from kvcq.pipeline.bench.timing import Timing
 BOUND_GBS = 4500.0
 TITLES = {
     "decode": "Decode attention, one token a request, windows included",
+    "step": "Beside attention, a decode step maps its queries in every layer and plans once",
     "append": "Write of one decode step; compared with BF16 decode attention of the same step",
     "prefill": "Write of a chunk; compared with BF16 causal attention of the same chunk",
     "extend": "Attention of a chunk of new tokens",
@@ -29,7 +30,7 @@ class Row:
     """One kernel at one shape.
 
     Attributes:
-        op: ``decode``, ``append``, ``prefill``, ``extend`` or ``peer``.
+        op: ``decode``, ``step``, ``append``, ``prefill``, ``extend`` or ``peer``.
         shape: What was computed.
         codec: ``bf16`` for baselines.
         kernel: Backend or library; ``, folded`` when the inverse rotation of the values is left to the caller.

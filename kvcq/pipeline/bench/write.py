@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.kernels.reference import decode_rows, reference_write
-from kvcq.kernels.write import store_windows, write
+from kvcq.kernels.windows import store_windows
+from kvcq.kernels.write import write
 from kvcq.pipeline.bench.candidate import Candidate, relative_error, trial
 from kvcq.pipeline.bench.layers import Step, build_step, token_slots
 from kvcq.pipeline.bench.result import Row
