@@ -18,6 +18,7 @@ never written to memory decoded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,19 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.halves import column_plane, coordinates, first_half, join_four, narrowed, row_plane
+from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
 
 MAX_GROUP = 16
-SHORT_ROWS = 64
 HALVE_ROWS = 32
 WIDE_HEAD = 128
-LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(-1e30)
-PAGE = tl.constexpr(PAGE_TOKENS)
-Q_TOP = tl.constexpr(256.0)
+FILLING = 128
+HOPPER_SHARED = 232448
 
 _INT8, _INT32, _FLOAT, _SERVED = "*u8", "*i32", "*fp32", "*bf16"
 SIGNATURE: dict[str, str] = (
@@ -51,418 +48,70 @@ SIGNATURE: dict[str, str] = (
 )
 
 
-@triton.jit
-def _channels(PAD: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr):
-    """Return channel and validity of the `PAD` columns of a tile: planes of bytes one after another, each padded."""
-    column = tl.arange(0, PAD)
-    if PLANES and PAD != D:
-        byte = column % (PAD // 4)
-        channel = column // (PAD // 4) * (D // 4) + byte
-        real = byte < D // 4
-    else:
-        channel = column
-        real = column < D
-    return channel, real
-
-
-@triton.jit
-def _step(acc, m, norm, products, unit, shift, cap, seen, v, down: tl.constexpr, HALF: tl.constexpr,
-          CAP: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Take one tile of keys into the running softmax; `m` in log2 units, `unit` turns products into them.
-
-    With a softcap `unit` and `shift` hold 2 log2(e) / cap and `cap` the cap in log2 units. The accumulator holds half
-    the sums: of half elements as they are, of whole ones (`down` = 1) with half the weights.
-    """
-    if CAP:
-        x = cap - 2.0 * cap / (tl.exp2(products * unit[:, None] + shift[:, None]) + 1.0)
-        if MASK:
-            x = tl.where(seen, x, float("-inf"))
-        new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp2(x - (new + down)[:, None])
-    else:
-        if MASK:
-            products = tl.where(seen, products, float("-inf"))
-        new = tl.maximum(m, tl.max(products, 1) * unit)
-        p = tl.exp2(products * unit[:, None] - (new + down)[:, None])
-    alpha = tl.exp2(m - new)
-    norm = norm * alpha + (1 + down) * tl.sum(p, 1)
-    acc = tl.dot(p.to(HALF), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, new, norm
-
-
-@triton.jit
-def _seen(position, j, oldest, window, sink, CODED: tl.constexpr, WINDOW: tl.constexpr):
-    """Return which of the keys `j` each query reads from this tier."""
-    seen = j[None, :] <= position[:, None]
-    if CODED:
-        seen &= j[None, :] < oldest[:, None]
-    else:
-        seen &= (j < sink)[None, :] | (j[None, :] >= oldest[:, None])
-    if WINDOW:
-        seen &= j[None, :] > position[:, None] - window
-    return seen
-
-
-@triton.jit
-def _row_tile(packed, words, live, GROUPS: tl.constexpr, HALF: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
-    """Decode ``[N, bytes]`` codes to ``[N, 2, 2, bytes]``; `words` points at the affine words of the tokens."""
-    w0 = _word(words, live, MASK)[:, None]
-    w1 = w0
-    w2 = w0
-    w3 = w0
-    if GROUPS == 4:
-        w1 = _word(words + 2, live, MASK)[:, None]
-        w2 = _word(words + 4, live, MASK)[:, None]
-        w3 = _word(words + 6, live, MASK)[:, None]
-    p0 = row_plane(packed, 0, w0, HALF, ASM)
-    p1 = row_plane(packed, 1, w1, HALF, ASM)
-    p2 = row_plane(packed, 2, w2, HALF, ASM)
-    p3 = row_plane(packed, 3, w3, HALF, ASM)
-    return tl.permute(join_four(p0, p1, p2, p3), (0, 2, 3, 1))
-
-
-@triton.jit
-def _fours(words, live, NW: tl.constexpr, MASK: tl.constexpr):
-    """Load the words of ``[NW, 4]`` tokens and return those of every fourth token."""
-    even, odd = tl.split(tl.reshape(_word(words, live, MASK), (NW, 2, 2)))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0[None, :], w1[None, :], w2[None, :], w3[None, :]
-
-
-@triton.jit
-def _column_tile(packed, words, live, NW: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, MASK: tl.constexpr,
-                 ASM: tl.constexpr):  # fmt: skip
-    """Decode ``[bytes, NW]`` codes of four tokens each to ``[2, 2, bytes, NW, 2, 2]``.
-
-    The tokens are joined last: they are then neighbours in registers, and the tile goes to shared memory in wide stores.
-    """
-    a0, a1, a2, a3 = _fours(words, live, NW, MASK)
-    p0, p1, p2, p3 = column_plane(packed, 0, a0, a1, a2, a3, HALF, ASM)
-    if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 2, live, NW, MASK)
-    q0, q1, q2, q3 = column_plane(packed, 1, a0, a1, a2, a3, HALF, ASM)
-    if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 4, live, NW, MASK)
-    r0, r1, r2, r3 = column_plane(packed, 2, a0, a1, a2, a3, HALF, ASM)
-    if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 6, live, NW, MASK)
-    s0, s1, s2, s3 = column_plane(packed, 3, a0, a1, a2, a3, HALF, ASM)
-    t0 = join_four(p0, q0, r0, s0)
-    t1 = join_four(p1, q1, r1, s1)
-    t2 = join_four(p2, q2, r2, s2)
-    t3 = join_four(p3, q3, r3, s3)
-    return tl.permute(join_four(t0, t1, t2, t3), (2, 3, 0, 1, 4, 5))
-
-
-@triton.jit
-def _word(at, live, MASK: tl.constexpr):
-    if MASK:
-        return tl.load(at, mask=live, other=0)
-    return tl.load(at)
-
-
-@triton.jit
-def _coded(
-    acc, m, norm, q, unit, shift, cap, pages, table, book, head, kv_heads, begin, gap, resume, end,
-    position, oldest, window, sink, lo, hi,
-    DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KG: tl.constexpr, VG: tl.constexpr,
-    WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, HALF: tl.constexpr,
-    N: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Attend to tiles of pages: numbers [begin, gap) and [resume, end) of tiles of N tokens."""
-    CK: tl.constexpr = DK // 4
-    CV: tl.constexpr = DV // 4
-    KB: tl.constexpr = KP // 4
-    VB: tl.constexpr = VP // 4
-    BLOCK: tl.constexpr = 64 * (CK + CV + 8 * WORDS)
-    k_byte = tl.arange(0, KB)
-    v_byte = tl.arange(0, VB)
-    token = tl.arange(0, N)
-    NW: tl.constexpr = N // 4
-    quad = tl.arange(0, NW)
-    token4 = 4 * quad[:, None] + tl.arange(0, 4)[None, :]
-    for step in range(begin, end - (resume - gap)):
-        tile = tl.where(step < gap, step, step + (resume - gap))
-        j = tile * N + token
-        live = (j >= lo) & (j < hi)
-        if N <= PAGE:
-            page = tl.load(table + tile * N // PAGE)
-            block = (page.to(tl.int64) * kv_heads + head) * BLOCK
-            place = tile * N % PAGE + token
-        else:
-            page = tl.load(table + j // PAGE, mask=live, other=0) if MASK else tl.load(table + j // PAGE)
-            block = (page.to(tl.int64) * kv_heads + head) * BLOCK
-            place = token % PAGE
-        words = (pages + block + 64 * (CK + CV)).to(tl.pointer_type(tl.int32)) + place * (2 * WORDS)
-        if VQ:
-            at = (block + place * CK)[None, :] + k_byte[:, None]
-            index = tl.load(pages + at, mask=(k_byte < CK)[:, None] & (token >= 0)[None, :], other=0)
-            cells = tl.load(book + tl.minimum(k_byte, CK - 1)[:, None] * 256 + index.to(tl.int32))
-            c0, c1, c2, c3 = coordinates(cells, HALF, ASM)
-            k = tl.reshape(tl.permute(join_four(c0, c1, c2, c3), (0, 2, 3, 1)), (KP, N))
-            rho = first_half(_word(words, live, MASK)).to(tl.float32)
-            products = tl.dot(q, k, input_precision="ieee") * rho[None, :]
-        else:
-            at = (block + place * CK)[:, None] + k_byte[None, :]
-            if KB == CK:
-                packed = tl.load(pages + at)
-            else:
-                packed = tl.load(pages + at, mask=(k_byte < CK)[None, :] & (token >= 0)[:, None], other=0)
-            k = tl.reshape(_row_tile(packed, words, live, KG, HALF, MASK, ASM), (N, KP))
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if N <= PAGE:
-            place4 = tile * N % PAGE // 4 + quad
-        else:
-            block = tl.max(tl.reshape(block, (NW, 4)), 1)
-            place4 = quad % (PAGE // 4)
-        at = (block // 4 + 16 * CK + place4)[None, :] + (v_byte * 16)[:, None]
-        quads = pages.to(tl.pointer_type(tl.int32))
-        if VB == CV:
-            packed = tl.load(quads + at)
-        else:
-            packed = tl.load(quads + at, mask=(v_byte < CV)[:, None] & (quad >= 0)[None, :], other=0)
-        live4 = tile * N + token4
-        live4 = (live4 >= lo) & (live4 < hi)
-        words = (block // 4 + 16 * (CK + CV) + place4 * (8 * WORDS) + 1)[:, None] + tl.arange(0, 4)[None, :] * (2 * WORDS)
-        v = _column_tile(packed, quads + words, live4, NW, VG, HALF, MASK, ASM)
-        v = tl.trans(tl.reshape(v, (VP, N)))
-        seen = _seen(position, j, oldest, window, sink, True, WINDOW) & live[None, :] if MASK else live[None, :]
-        acc, m, norm = _step(acc, m, norm, products, unit, shift, cap, seen, v, 0, HALF, CAP, MASK)
-    return acc, m, norm
-
-
-@triton.jit
-def _own(
-    acc, m, norm, q, unit, shift, cap, k_rows, v_rows, kv_heads, base, begin, end, position, k_channel, k_real, v_channel,
-    v_real, DK: tl.constexpr, DV: tl.constexpr, CAP: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Attend to tiles of the chunk that every query of the block sees whole; `k_rows` is the row at position `base`."""
-    token = tl.arange(0, N)
-    for tile in range(begin, end):
-        row = ((tile * N + token) * kv_heads).to(tl.int64)
-        k = tl.load(k_rows + (row * DK)[:, None] + k_channel[None, :], mask=k_real[None, :] & (token >= 0)[:, None], other=0.0)
-        v = tl.load(v_rows + (row * DV)[:, None] + v_channel[None, :], mask=v_real[None, :] & (token >= 0)[:, None], other=0.0)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        acc, m, norm = _step(acc, m, norm, products, unit, shift, cap, position[:, None] >= 0, narrowed(v, HALF), 1, HALF, CAP, False)
-    return acc, m, norm
-
-
-@triton.jit
-def halve_kernel(
-    q, book_scale, halves, units, rows, q_heads,
-    GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, VQ: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Write queries as float16 times a unit a row, 2^-8 of the power of two below its largest element.
-
-    float16 then holds a bfloat16 row exactly, but for elements 2^-23 times the largest.
-    """
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    channel = tl.arange(0, PAD)
-    inside = (row < rows)[:, None] & (channel < D)[None, :]
-    at = (row.to(tl.int64) * D)[:, None] + channel[None, :]
-    x = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-    if VQ:
-        scale = book_scale + (row % q_heads // GROUP * (D // 4))[:, None] + (channel // 4)[None, :]
-        x *= tl.load(scale, mask=inside, other=0.0)
-    power = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.where(power == 0, 1.0, power.to(tl.float32, bitcast=True))
-    tl.store(halves + at, (x * (1.0 / power * Q_TOP)[:, None]).to(halves.dtype.element_ty), mask=inside)
-    tl.store(units + row, power * (1.0 / Q_TOP), mask=row < rows)
-
-
-@triton.jit
-def extend_kernel(
-    q, halves, units, pages, table, lengths, exact_from, slots, starts, oldest, sink_k, sink_v, ring_k, ring_v, rows_k, rows_v,
-    book, offset, sinks, dual, nu, out,
-    batch, columns, kv_heads, sink, ring, window, scaling, softcap,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, KG: tl.constexpr,
-    VG: tl.constexpr, WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    SHIFTED: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr, CENTRED: tl.constexpr, HALF: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of queries of one request and KV head. See the module for the formula."""
-    TOKENS: tl.constexpr = M // GROUP
-    head = tl.program_id(1)
-    # Late blocks see the most keys: they start first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    # Request b has the blocks from starts[b] // TOKENS + b on, some of them empty.
-    below = 0
-    above = batch
-    while below < above:
-        middle = (below + above) // 2
-        if tl.load(starts + middle) // TOKENS + middle <= block:
-            below = middle + 1
-        else:
-            above = middle
-    request = below - 1
-    start = tl.load(starts + request)
-    count = tl.load(starts + request + 1) - start
-    block -= start // TOKENS + request
-    if block * TOKENS >= count:
-        return
-    first = tl.load(lengths + request) - count
-    row = tl.arange(0, M)
-    local = block * TOKENS + row // GROUP
-    real = (row < TOKENS * GROUP) & (local < count)
-    position = first + local
-    q_head = (start + local).to(tl.int64) * (kv_heads * GROUP) + head * GROUP + row % GROUP
-    low = first + block * TOKENS
-    high = first + tl.minimum((block + 1) * TOKENS, count)
-    # Nothing exact is left before the ring's first row or the last prefix hit.
-    floor = tl.maximum(first - ring, tl.load(exact_from + request))
-    bound = tl.maximum(tl.load(oldest + start + local, mask=real, other=0), floor)
-    bound_low = tl.min(tl.where(real, bound, 2147483647), 0)
-    bound_high = tl.max(tl.where(real, bound, floor), 0)
-    view_low = tl.maximum(low - window + 1, 0) if WINDOW else 0
-    view_high = tl.maximum(high - window, 0) if WINDOW else 0
-
-    acc = tl.zeros([M, VP], tl.float32)
-    m = tl.full([M], NOTHING, tl.float32)
-    norm = tl.zeros([M], tl.float32)
-    k_channel, k_real = _channels(KP, DK, not VQ)
-    v_channel, v_real = _channels(VP, DV, True)
-    factor = 2.0 * LOG2E * scaling / softcap if CAP else LOG2E * scaling
-    cap = softcap * LOG2E
-    off = tl.load(offset + q_head, mask=real, other=0.0) if SHIFTED else tl.zeros([M], tl.float32)
-    shift = off * factor
-
-    # Tiles of the history: from page `at`, whole for every query between `inner` and `outer`.
-    lo = tl.maximum(sink, view_low)
-    hi = tl.minimum(bound_high, high)
-    begin = lo // N
-    end = tl.where(lo < hi, tl.cdiv(hi, N), begin)
-    inner = tl.minimum(tl.cdiv(tl.maximum(sink, view_high), N), end)
-    outer = tl.minimum(tl.maximum(tl.minimum(bound_low, low + 1) // N, inner), end)
-    q_tile = tl.load(halves + (q_head * DK)[:, None] + k_channel[None, :], mask=real[:, None] & k_real[None, :], other=0.0)
-    # Keys of uniform codes come halved.
-    unit = tl.load(units + q_head, mask=real, other=1.0) * (factor if VQ else 2.0 * factor)
-    pages_of = table + request.to(tl.int64) * columns
-    book_of = book + head * (DK // 4) * 256
-    acc, m, norm = _coded(
-        acc, m, norm, q_tile, unit, shift, cap, pages, pages_of, book_of, head, kv_heads, inner, outer, outer, outer,
-        position, bound, window, sink, lo, hi,
-        DK, DV, KP, VP, KG, VG, WORDS, VQ, CAP, WINDOW, HALF, N, False, ASM,
-    )  # fmt: skip
-    acc, m, norm = _coded(
-        acc, m, norm, q_tile, unit, shift, cap, pages, pages_of, book_of, head, kv_heads, begin, inner, outer, end,
-        position, bound, window, sink, lo, hi,
-        DK, DV, KP, VP, KG, VG, WORDS, VQ, CAP, WINDOW, HALF, N, True, ASM,
-    )  # fmt: skip
-
-    # Exact rows: of the sinks, of the ring, of the chunk itself; `own` is where the chunk's first tile begins.
-    q_tile = tl.load(q + (q_head * DK)[:, None] + k_channel[None, :], mask=real[:, None] & k_real[None, :], other=0.0)
-    unit = tl.full([M], factor, tl.float32)
-    sink_end = tl.minimum(sink, first)
-    sink_tiles = tl.cdiv(tl.maximum(sink_end - view_low, 0), N)
-    recent = tl.maximum(tl.maximum(sink, bound_low), view_low)
-    ring_tiles = tl.cdiv(tl.maximum(first - recent, 0), N)
-    own = tl.maximum(first, view_low)
-    if first >= sink:
-        own = tl.maximum(own, bound_low)
-    own_tiles = tl.cdiv(tl.maximum(high - own, 0), N)
-    own_inner = tl.minimum(tl.cdiv(tl.maximum(tl.maximum(bound_high, view_high) - own, 0), N), own_tiles)
-    own_outer = tl.minimum(tl.maximum((low + 1 - own) // N, own_inner), own_tiles)
-    k_own = rows_k + ((start + own - first).to(tl.int64) * kv_heads + head) * DK
-    v_own = rows_v + ((start + own - first).to(tl.int64) * kv_heads + head) * DV
-    acc, m, norm = _own(
-        acc, m, norm, q_tile, unit, shift, cap, k_own, v_own, kv_heads, own, own_inner, own_outer, position,
-        k_channel, k_real, v_channel, v_real, DK, DV, CAP, HALF, N,
-    )  # fmt: skip
-    buffer = tl.load(slots + request).to(tl.int64) * kv_heads + head
-    token = tl.arange(0, N)
-    before = sink_tiles + ring_tiles
-    for step in range(0, before + own_inner + (own_tiles - own_outer)):
-        if step < sink_tiles:
-            k_base = sink_k + buffer * sink * DK
-            v_base = sink_v + buffer * sink * DV
-            j = view_low + step * N + token
-            stop = sink_end
-            index = j
-            stride = 1
-        elif step < before:
-            k_base = ring_k + buffer * ring * DK
-            v_base = ring_v + buffer * ring * DV
-            j = recent + (step - sink_tiles) * N + token
-            stop = first
-            index = j % ring
-            stride = 1
-        else:
-            k_base = k_own
-            v_base = v_own
-            index = step - before
-            index = tl.where(index < own_inner, index, index + (own_outer - own_inner)) * N + token
-            j = own + index
-            stop = high
-            stride = kv_heads
-        live = j < stop
-        at = (index * stride).to(tl.int64)
-        k = tl.load(k_base + (at * DK)[:, None] + k_channel[None, :], mask=live[:, None] & k_real[None, :], other=0.0)
-        v = tl.load(v_base + (at * DV)[:, None] + v_channel[None, :], mask=live[:, None] & v_real[None, :], other=0.0)
-        seen = _seen(position, j, bound, window, sink, False, WINDOW) & live[None, :]
-        products = tl.dot(q_tile, tl.trans(k), input_precision="ieee")
-        acc, m, norm = _step(acc, m, norm, products, unit, shift, cap, seen, narrowed(v, HALF), 1, HALF, CAP, True)
-
-    total = norm
-    if SINKS:
-        extra = tl.load(sinks + head * GROUP + row % GROUP) * LOG2E
-        if not CAP:
-            extra -= shift
-        new = tl.maximum(m, extra)
-        alpha = tl.exp2(m - new)
-        acc = acc * alpha[:, None]
-        norm = norm * alpha
-        total = norm + tl.exp2(extra - new)
-    inverse = tl.where(norm > 0, 1.0 / total, 0.0)
-    o = acc * (2.0 * inverse)[:, None]
-    o_at = out + (q_head * DV)[:, None]
-    if ROTATE:
-        mass = norm * inverse
-        WIDE: tl.constexpr = 64 if VP > 64 else VP
-        served = out.dtype.element_ty
-        o_high = o.to(served)
-        o_low = (o - o_high.to(tl.float32)).to(served)
-        for at in range(0, DV, WIDE):
-            channel = at + tl.arange(0, WIDE)
-            inside = channel < DV
-            weights = tl.load(
-                dual + (head * DV + channel)[None, :] * DV + v_channel[:, None],
-                mask=v_real[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            turned = tl.dot(o_high, weights, input_precision="ieee")
-            turned = tl.dot(o_low, weights, turned, input_precision="ieee")
-            if CENTRED:
-                turned += tl.load(nu + head * DV + channel, mask=inside, other=0.0)[None, :] * mass[:, None]
-            tl.store(o_at + channel[None, :], turned.to(served), mask=real[:, None] & inside[None, :])
-    else:
-        tl.store(o_at + v_channel[None, :], o.to(out.dtype.element_ty), mask=real[:, None] & v_real[None, :])
-
-
 @dataclass(frozen=True)
 class Launch:
-    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads, registers."""
+    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads."""
 
     rows: int
     keys: int
     warps: int
-    stages: int
-    registers: int | None = None
+    stages: int = 2
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Compiler options."""
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+    def shared_bytes(self, d_k: int, d_v: int) -> int:
+        """Return an upper bound of the shared memory of a program."""
+        pad_k, pad_v = padded(d_k), padded(d_v)
+        attend = self.rows * pad_k + self.keys * (self.stages * pad_k + 2 * pad_v)
+        turn = (64 if pad_v <= WIDE_HEAD else 32) * (self.stages * pad_v + self.rows)
+        return 2 * max(attend, turn)
 
 
-def choose_launch(d_k: int, d_v: int, vq: bool, rows: int) -> Launch:
-    """Return the launch for `rows` query rows (tokens times group) of an average request, by table.
+LAUNCHES = (
+    Launch(rows=256, keys=64, warps=8),
+    Launch(rows=128, keys=64, warps=8),
+    Launch(rows=64, keys=64, warps=4),
+    Launch(rows=64, keys=32, warps=4),
+    Launch(rows=32, keys=16, warps=4),
+)
 
-    Measured on an H200 at d = 128 with a group of four; wider heads and short chunks take the smaller tile.
+
+def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = HOPPER_SHARED) -> Launch:
+    """Return the largest launch of the table that fills the GPU and fits into its shared memory.
+
+    One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program (registers without a limit)::
+
+        chunk on history     256     128      64
+        4096 on 28672       6.44    7.82    9.30      (BF16 flash attention: 5.91)
+           0 on  4096          -    0.64    0.59      (0.51)
+         512 on 28672          -    1.11    1.24
+          64 on 28672          -    1.16    0.94
+
+    With 128 registers a thread, so that two programs of 128 rows share a multiprocessor: 6.93, 0.56, 1.76 and 1.36.
+
+    Args:
+        d_k: Key head dim.
+        d_v: Value head dim.
+        rows: Query rows of a KV head, tokens times group, of all requests.
+        requests: How many requests share them.
+        heads: KV heads.
+        shared: Bytes of shared memory that a program may have.
+
+    Raises:
+        UnsupportedError: no launch fits.
     """
-    if rows <= SHORT_ROWS or max(d_k, d_v) > WIDE_HEAD or vq:
-        return Launch(rows=64, keys=64, warps=4, stages=2)
-    return Launch(rows=128, keys=64, warps=8, stages=2)
+    average = rows // max(requests, 1)
+    for launch in LAUNCHES:
+        wide = max(padded(d_k), padded(d_v)) > WIDE_HEAD
+        if launch.rows > 64 and (average < launch.rows or rows * heads < FILLING * launch.rows):
+            continue
+        if launch.shared_bytes(d_k, d_v) <= shared and not (wide and launch.rows > 128):
+            return launch
+    need = LAUNCHES[-1].shared_bytes(d_k, d_v)
+    raise UnsupportedError(f"head dims {d_k} and {d_v} take {need} bytes of shared memory, the device has {shared}")
+
+
+def padded(d: int) -> int:
+    """Return the columns of a tile: four planes of bytes, each a power of two."""
+    return 4 * triton.next_power_of_2(d // 4)
 
 
 def extend(
@@ -502,7 +151,7 @@ def extend(
         window: A query at i sees only ``j > i - window``.
         out: ``[T, Hq, d_v]``, served dtype; rows of padding tokens are left alone.
         rotate: False leaves o' as it is.
-        launch: Shape of a program, None: by `choose_launch`.
+        launch: Shape of a program, None: by `choose_launch` and the device.
 
     Raises:
         UnsupportedError: head dims, groups, codes or devices that the kernel does not have.
@@ -512,7 +161,11 @@ def extend(
     if q.shape[0] == 0 or requests.batch == 0:
         return
     k, v = tables.k, tables.v
-    launch = launch or choose_launch(k.d, v.d, tables.vq, q.shape[0] * group // requests.batch)
+    if launch is None:
+        shared = HOPPER_SHARED
+        if q.is_cuda:
+            shared = _shared_limit(torch.cuda.current_device() if q.device.index is None else q.device.index)
+        launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)
     tokens = launch.rows // group
     blocks = triton.cdiv(q.shape[0], tokens) + requests.batch
     absent = requests.lengths
@@ -524,8 +177,8 @@ def extend(
         GROUP=group, D=k.d, PAD=triton.next_power_of_2(k.d), VQ=tables.vq, M=HALVE_ROWS,
     )  # fmt: skip
     extend_kernel[(blocks, tables.heads)](
-        q, halves, units, cache.pages, requests.page_table, requests.lengths, requests.exact_from, requests.slots, starts, oldest,
-        cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, rows[0], rows[1],
+        q, halves, units, cache.pages, requests.page_table, requests.lengths, requests.exact_from, requests.slots,
+        starts, oldest, cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, rows[0], rows[1],
         absent if tables.codebook is None else tables.codebook,
         absent if offset is None else offset, absent if sinks is None else sinks,
         v.dual, absent if v.offset is None else v.offset, out,
@@ -534,19 +187,24 @@ def extend(
         GROUP=group, SHIFTED=offset is not None, CAP=softcap is not None, SINKS=sinks is not None,
         WINDOW=window is not None, ROTATE=rotate, ASM=q.is_cuda,
         **_geometry(k.d, v.d, k.groups, v.groups, tables.words, tables.vq, v.offset is not None, q.dtype),
-        M=launch.rows, N=launch.keys, **launch.options,
+        M=launch.rows, N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
+
+
+@cache
+def _shared_limit(device: int) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def _geometry(
     d_k: int, d_v: int, k_groups: int, v_groups: int, words: int, vq: bool, centred: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the constants of a layer that the kernel is compiled for."""
-    pad_k, pad_v = (4 * triton.next_power_of_2(d // 4) for d in (d_k, d_v))
     half = tl.float32 if dtype == torch.float32 else tl.float16
     return {
-        "DK": d_k, "DV": d_v, "KP": pad_k, "VP": pad_v, "KG": k_groups, "VG": v_groups, "WORDS": words, "VQ": vq,
-        "CENTRED": centred, "HALF": half,
+        "DK": d_k, "DV": d_v, "KP": padded(d_k), "VP": padded(d_v), "KG": k_groups, "VG": v_groups, "WORDS": words,
+        "VQ": vq, "CENTRED": centred, "HALF": half,
     }  # fmt: skip
 
 
@@ -637,10 +295,11 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     found = []
     for name, d_k, d_v, group, (k_groups, v_groups), more in cases:
         vq = more.get("VQ", False)
-        launch = choose_launch(d_k, d_v, vq, 1024)
+        launch = choose_launch(d_k, d_v, 1 << 16, 1, 8)
         constants: dict[str, Any] = dict.fromkeys(("CAP", "SINKS", "WINDOW", "SHIFTED"), False)
         constants |= _geometry(d_k, d_v, k_groups, v_groups, max(k_groups, v_groups), vq, False, torch.bfloat16)
         constants |= {"GROUP": group, "ROTATE": True, "ASM": True, "M": launch.rows, "N": launch.keys} | more
         signature = SIGNATURE | dict.fromkeys(constants, "constexpr")
-        found.append((f"extend-{name}", extend_kernel, signature, constants, launch.options))
+        options = {"num_warps": launch.warps, "num_stages": launch.stages}
+        found.append((f"extend-{name}", extend_kernel, signature, constants, options))
     return found

@@ -124,24 +124,9 @@ def row_plane(packed, index: tl.constexpr, word, half: tl.constexpr, asm: tl.con
     """
     if not asm:
         return _plain((packed >> (2 * index)) & 3, word, half)
-    scale, bias = first_half(word), second_half(word)
-    if index == 0:
-        out = tl.inline_asm_elementwise(
-            ROW_0, "=r,=r,r,r,r,r,r", [packed, scale, bias], dtype=tl.float16, is_pure=True, pack=4
-        )
-    elif index == 1:
-        out = tl.inline_asm_elementwise(
-            ROW_1, "=r,=r,r,r,r,r,r", [packed, scale, bias], dtype=tl.float16, is_pure=True, pack=4
-        )
-    elif index == 2:
-        out = tl.inline_asm_elementwise(
-            ROW_2, "=r,=r,r,r,r,r,r", [packed, scale, bias], dtype=tl.float16, is_pure=True, pack=4
-        )
-    else:
-        out = tl.inline_asm_elementwise(
-            ROW_3, "=r,=r,r,r,r,r,r", [packed, scale, bias], dtype=tl.float16, is_pure=True, pack=4
-        )
-    return out
+    code: tl.constexpr = ROW_0 if index == 0 else ROW_1 if index == 1 else ROW_2 if index == 2 else ROW_3
+    args = [packed, first_half(word), second_half(word)]
+    return tl.inline_asm_elementwise(code, "=r,=r,r,r,r,r,r", args, dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -151,7 +136,10 @@ def column_plane(packed, index: tl.constexpr, w0, w1, w2, w3, half: tl.constexpr
     Args:
         packed: int32 ``[bytes, tokens / 4]``, the bytes of four tokens, little-endian.
         index: Plane, 0..3.
-        w0, w1, w2, w3: Scale and bias of every fourth token from 0, 1, 2 or 3 on, int32 ``[1, tokens / 4]``.
+        w0: Scale and bias of tokens 0, 4, 8, ..., int32 ``[1, tokens / 4]``.
+        w1: Of tokens 1, 5, ...
+        w2: Of tokens 2, 6, ...
+        w3: Of tokens 3, 7, ...
         half: Dtype of the results; float16 where `asm`.
         asm: False in the interpreter.
     """
@@ -161,23 +149,15 @@ def column_plane(packed, index: tl.constexpr, w0, w1, w2, w3, half: tl.constexpr
         e2 = _plain((packed >> (2 * index + 16)) & 3, w2, half)
         e3 = _plain((packed >> (2 * index + 24)) & 3, w3, half)
         return e0, e1, e2, e3
-    if index == 0:
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(
-            COLUMN_0, "=h,=h,=h,=h,r,r,r,r,r", [packed, w0, w1, w2, w3], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-        )
-    elif index == 1:
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(
-            COLUMN_1, "=h,=h,=h,=h,r,r,r,r,r", [packed, w0, w1, w2, w3], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-        )
-    elif index == 2:
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(
-            COLUMN_2, "=h,=h,=h,=h,r,r,r,r,r", [packed, w0, w1, w2, w3], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-        )
-    else:
-        e0, e1, e2, e3 = tl.inline_asm_elementwise(
-            COLUMN_3, "=h,=h,=h,=h,r,r,r,r,r", [packed, w0, w1, w2, w3], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
-        )
-    return e0, e1, e2, e3
+    code: tl.constexpr = COLUMN_0 if index == 0 else COLUMN_1 if index == 1 else COLUMN_2 if index == 2 else COLUMN_3
+    return tl.inline_asm_elementwise(
+        code,
+        "=h,=h,=h,=h,r,r,r,r,r",
+        [packed, w0, w1, w2, w3],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
