@@ -8,14 +8,13 @@ in log2 units and its sum l_j; with a learned sink logit a (in log2 units, ``a -
 
 Without a learned sink its term is absent and m is 1; a request that sees nothing gets zeros.
 
-Two launches: joining wants many small programs, each with all of its loads in flight; the product with R_V wants
-tiles of rows that share their read of it.
+Few rows take two launches: joining wants many small programs, each with all of its loads in flight, the product with
+R_V tiles of rows that share their read of it. Many rows fill the device with such tiles from the start: one launch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,42 +29,33 @@ from kvcq.kernels.plan import Partials, Plan
 LOG2E = math.log2(math.e)
 MAX_GROUP = 16
 
-# Numbers that one warp holds at once, and rows (query heads of requests) from which a warp takes all their channels.
-HELD = 4096
-MANY_ROWS = 1024
+# Rows are query heads of requests. From so many on, one launch whose programs share a read of R_V is faster.
+JOINED_ROWS = 2048
+
+# One launch: rows of a program, items whose loads are in flight at once, warps.
+JOIN_ROWS, JOIN_ITEMS, JOIN_WARPS = 16, 4, 8
+
+# Two launches: tile of the product, warps.
+ROTATE_ROWS, ROTATE_COLUMNS, ROTATE_WARPS = 16, 32, 4
 
 
-@dataclass(frozen=True)
-class MixShape:
-    """How a program of one warp is cut: items read at once, channels."""
+def mix_shape(rows: int, d_v: int) -> tuple[int, int]:
+    """Return items and channels that a warp reads at once: few channels for latency, whole rows where there are many.
 
-    items: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class RotateShape:
-    """How a program is cut: rows of one KV head, output channels, warps."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-def mix_shape(batch: int, q_heads: int, d_v: int) -> MixShape:
-    """Return the cut of the first launch: few channels a warp for latency, whole rows where there are many."""
+    Args:
+        rows: Query heads of all requests.
+        d_v: Value head dim.
+    """
     wide = power_of_two(d_v)
-    if batch * q_heads < MANY_ROWS:
-        return MixShape(HELD // 16, 16)
-    return MixShape(HELD // 2 // wide, wide)
+    if rows < 1024:
+        return (128, min(wide, 32)) if rows < 128 else (64, min(wide, 64))
+    return 2048 // wide, wide
 
 
-def rotate_shape(batch: int, q_heads: int, d_v: int) -> RotateShape:
-    """Return the cut of the second launch."""
+def join_columns(d_v: int) -> int:
+    """Return the output channels that one launch maps at once: all of them, or 64 where R_V is too large to hold."""
     wide = power_of_two(d_v)
-    if batch * q_heads < MANY_ROWS:
-        return RotateShape(16, min(wide, 32), 4)
-    return RotateShape(32, min(wide, 64, 8192 // wide), 4)
+    return wide if wide <= 128 else 64
 
 
 def merge(
@@ -122,43 +112,160 @@ def merge(
     if offset is not None:
         check_tensor("offset", offset, (batch, q_heads), torch.float32, device)
     shifted = sinks is not None and offset is not None and softcap is None
-    mix = mix_shape(batch, q_heads, d_v)
-    _mix[(batch * q_heads, triton.cdiv(d_v, mix.columns))](
+    # Tensors in the place of what is absent are never read.
+    sink_logits = partial.mass if sinks is None else sinks
+    shifts = offset if offset is not None and shifted else partial.mass
+    means = partial.mass if nu is None else nu
+    rows, wide = batch * group, power_of_two(d_v)
+    if rotate and batch * q_heads >= JOINED_ROWS:
+        _join[(triton.cdiv(rows, JOIN_ROWS), tables.heads)](
+            partial.o,
+            partial.ml,
+            plan.first,
+            sink_logits,
+            shifts,
+            dual,
+            means,
+            out,
+            rows,
+            scaling * LOG2E,
+            GROUP=group,
+            D=d_v,
+            WIDE=wide,
+            ROWS=JOIN_ROWS,
+            ITEMS=JOIN_ITEMS,
+            COLUMNS=join_columns(d_v),
+            SINKS=sinks is not None,
+            SHIFTED=shifted,
+            CENTRED=nu is not None,
+            num_warps=JOIN_WARPS,
+        )
+        return
+    items, columns = mix_shape(batch * q_heads, d_v)
+    _mix[(batch * q_heads, triton.cdiv(d_v, columns))](
         partial.o,
         partial.ml,
         plan.first,
-        partial.mass if sinks is None else sinks,
-        offset if shifted else partial.mass,
+        sink_logits,
+        shifts,
         partial.mixed if rotate else out,
         partial.mass,
         q_heads,
         scaling * LOG2E,
         D=d_v,
-        COLUMNS=mix.columns,
-        ITEMS=mix.items,
+        COLUMNS=columns,
+        ITEMS=items,
         SINKS=sinks is not None,
         SHIFTED=shifted,
         num_warps=1,
     )
     if not rotate:
         return
-    cut = rotate_shape(batch, q_heads, d_v)
-    grid = (triton.cdiv(batch * group, cut.rows), tables.heads, triton.cdiv(d_v, cut.columns))
-    _rotate[grid](
+    columns = min(wide, ROTATE_COLUMNS)
+    _rotate[(triton.cdiv(rows, ROTATE_ROWS), tables.heads, triton.cdiv(d_v, columns))](
         partial.mixed,
         partial.mass,
         dual,
-        partial.mass if nu is None else nu,
+        means,
         out,
-        batch * group,
+        rows,
         GROUP=group,
         D=d_v,
-        WIDE=power_of_two(d_v),
-        ROWS=cut.rows,
-        COLUMNS=cut.columns,
+        WIDE=wide,
+        ROWS=ROTATE_ROWS,
+        COLUMNS=columns,
         CENTRED=nu is not None,
-        num_warps=cut.warps,
+        num_warps=ROTATE_WARPS,
     )
+
+
+@triton.jit
+def _back(mixed, dual, first, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return channels first .. first + COLUMNS - 1 of ``o' R_V^T`` of rows ``[ROWS, WIDE]``; R_V lies at `dual`."""
+    e = tl.arange(0, WIDE)
+    c = first + tl.arange(0, COLUMNS)
+    transposed = dual + c[None, :] * D + e[:, None]
+    matrix = tl.load(transposed, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+    high = mixed.to(matrix.dtype)
+    back = tl.dot(high, matrix, input_precision="ieee")
+    if matrix.dtype != tl.float32:
+        # Two parts of the served dtype carry more bits than the output keeps.
+        low = (mixed - high.to(tl.float32)).to(matrix.dtype)
+        back = tl.dot(low, matrix, back)
+    return back
+
+
+@triton.jit(do_not_specialize=["total"])
+def _join(
+    o,
+    ml,
+    first,
+    sinks,
+    offset,
+    dual,
+    nu,
+    out,
+    total,
+    scaling,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    """Join and lead back ROWS rows of one KV head; row t is query head ``t mod GROUP`` of request ``t div GROUP``."""
+    kv_head = tl.program_id(1)
+    q_heads = tl.num_programs(1) * GROUP
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = t < total
+    request = t // GROUP
+    head = kv_head * GROUP + t % GROUP
+    row = request * q_heads + head
+    begin = tl.load(first + request, mask=inside, other=0)
+    count = tl.load(first + request + 1, mask=inside, other=0) - begin
+    e = tl.arange(0, WIDE)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDE], tl.float32)
+    for start in range(0, tl.max(count, 0), ITEMS):
+        # Item by item: a tile of rows, items and channels would cross warps.
+        for step in tl.static_range(ITEMS):
+            held = start + step < count
+            at = (begin + start + step).to(tl.int64) * q_heads + head
+            m = tl.load(ml + 2 * at, mask=held, other=-1e30)
+            share = tl.load(ml + 2 * at + 1, mask=held, other=0.0)
+            part = tl.load(o + at[:, None] * D + e[None, :], mask=held[:, None] & (e < D)[None, :], other=0.0)
+            new_top = tl.maximum(top, m)
+            kept = tl.exp2(top - new_top)
+            weight = share * tl.exp2(m - new_top)
+            mass = mass * kept + weight
+            mixed = mixed * kept[:, None] + part * weight[:, None]
+            top = new_top
+    whole = mass
+    if SINKS:
+        extra = tl.load(sinks + head) * 1.4426950408889634
+        if SHIFTED:
+            extra -= scaling * tl.load(offset + row, mask=inside, other=0.0)
+        new_top = tl.maximum(top, extra)
+        kept = tl.exp2(top - new_top)
+        mass = mass * kept
+        mixed = mixed * kept[:, None]
+        whole = mass + tl.exp2(extra - new_top)
+    # Nothing seen: mass and outputs are zero, and so is what is written.
+    inverse = 1.0 / tl.where(whole > 0, whole, 1.0)
+    mass = mass * inverse
+    mixed = mixed * inverse[:, None]
+    for column in tl.static_range(0, D, COLUMNS):
+        c = column + tl.arange(0, COLUMNS)
+        back = _back(mixed, dual + kv_head * (D * D), column, D, WIDE, COLUMNS)
+        if CENTRED:
+            back += mass[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
+        to = out + row.to(tl.int64)[:, None] * D + c[None, :]
+        tl.store(to, back.to(out.dtype.element_ty), mask=inside[:, None] & (c < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["q_heads"])
@@ -241,15 +348,8 @@ def _rotate(
     row = (t // GROUP) * q_heads + kv_head * GROUP + t % GROUP
     e = tl.arange(0, WIDE)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    transposed = dual + kv_head * (D * D) + c[None, :] * D + e[:, None]
-    matrix = tl.load(transposed, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
     x = tl.load(mixed + row.to(tl.int64)[:, None] * D + e[None, :], mask=inside[:, None] & (e < D)[None, :], other=0.0)
-    high = x.to(matrix.dtype)
-    back = tl.dot(high, matrix, input_precision="ieee")
-    if matrix.dtype != tl.float32:
-        # Two parts of the served dtype carry more bits than the output keeps.
-        low = (x - high.to(tl.float32)).to(matrix.dtype)
-        back = tl.dot(low, matrix, back)
+    back = _back(x, dual + kv_head * (D * D), tl.program_id(2) * COLUMNS, D, WIDE, COLUMNS)
     if CENTRED:
         share = tl.load(mass + row, mask=inside, other=0.0)
         back += share[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
@@ -262,18 +362,23 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     mix_types = dict.fromkeys(("o", "ml"), "*fp32") | {"first": "*i32"}
     mix_types |= dict.fromkeys(("sinks", "offset", "mixed", "mass"), "*fp32") | {"q_heads": "i32", "scaling": "fp32"}
     rotate_types = {"mixed": "*fp32", "mass": "*fp32", "dual": "*bf16", "nu": "*fp32", "out": "*bf16", "total": "i32"}
+    join_types = mix_types | rotate_types
+    join_types = {name: join_types[name] for name in _join.arg_names if name in join_types}
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]] = []
     for d in (64, 80, 96, 128, 256):
-        for batch, group, plain in ((1, 8, True), (128, 5, False)):
-            mix = mix_shape(batch, 8 * group, d)
-            constants = {"D": d, "COLUMNS": mix.columns, "ITEMS": mix.items, "SINKS": not plain, "SHIFTED": not plain}
-            name = f"merge-mix-{d}-items{mix.items}"
-            found.append((name, _mix, mix_types, constants, {"num_warps": 1}))
+        wide = power_of_two(d)
+        for rows, group, plain in ((32, 8, True), (512, 5, False), (1024, 4, False)):
+            items, columns = mix_shape(rows, d)
+            constants = {"D": d, "COLUMNS": columns, "ITEMS": items, "SINKS": not plain, "SHIFTED": not plain}
+            found.append((f"merge-mix-{d}-items{items}", _mix, mix_types, constants, {"num_warps": 1}))
             folded = mix_types | {"mixed": "*bf16"}
-            found.append((f"{name}-folded", _mix, folded, constants, {"num_warps": 1}))
-            cut = rotate_shape(batch, 8 * group, d)
-            constants = {"GROUP": group, "D": d, "WIDE": power_of_two(d), "ROWS": cut.rows, "COLUMNS": cut.columns}
-            constants["CENTRED"] = not plain
-            name = f"merge-rotate-{d}-rows{cut.rows}-group{group}"
-            found.append((name, _rotate, rotate_types, constants, {"num_warps": cut.warps}))
+            found.append((f"merge-mix-{d}-items{items}-folded", _mix, folded, constants, {"num_warps": 1}))
+            tile = {"GROUP": group, "D": d, "WIDE": wide, "CENTRED": not plain}
+            cut = {"ROWS": ROTATE_ROWS, "COLUMNS": min(wide, ROTATE_COLUMNS)}
+            found.append(
+                (f"merge-rotate-{d}-group{group}", _rotate, rotate_types, tile | cut, {"num_warps": ROTATE_WARPS})
+            )
+            cut = {"ROWS": JOIN_ROWS, "ITEMS": JOIN_ITEMS, "COLUMNS": join_columns(d)}
+            cut |= {"SINKS": not plain, "SHIFTED": not plain}
+            found.append((f"merge-join-{d}-group{group}", _join, join_types, tile | cut, {"num_warps": JOIN_WARPS}))
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcq.kernels import merge as merging
-from kvcq.kernels.merge import merge, mix_shape, rotate_shape
+from kvcq.kernels.merge import merge, mix_shape
 from kvcq.kernels.plan import Partials, Plan
 from kvcq.spec.plan import Windows
 from tests.kernels.build import Case, build_case, relative_error
@@ -79,9 +79,9 @@ def run(case: Case, plan: Plan, partial: Partials, **options: Any) -> Tensor:
     return out
 
 
-@pytest.fixture(params=["few rows", "many rows"])
+@pytest.fixture(params=["two launches", "one launch"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "MANY_ROWS", 1 if request.param == "many rows" else 1 << 20)
+    monkeypatch.setattr(merging, "JOINED_ROWS", 1 if request.param == "one launch" else 1 << 20)
 
 
 @pytest.mark.usefixtures("cut")
@@ -138,8 +138,8 @@ def test_items_that_see_nothing_count_for_nothing(dtype: torch.dtype, device: to
 
 @pytest.mark.usefixtures("cut")
 def test_more_items_than_are_read_at_once(dtype: torch.dtype, device: torch.device) -> None:
-    case, plan, partial = layer("centred", [40_000, 3000], 2, 128, dtype, device, parts=300)
-    assert int(plan.first[1]) > 2 * merging.HELD // 128
+    case, plan, partial = layer("centred", [9000, 700], 2, 128, dtype, device, parts=150)
+    assert int(plan.first[1]) > 16 * merging.JOIN_ITEMS
     wanted = expected(case, plan, partial, None, None, None)[1]
     assert relative_error(run(case, plan, partial), wanted) < LIMIT[dtype]
 
@@ -163,12 +163,20 @@ def test_float32_rows_are_exact(device: torch.device) -> None:
     assert relative_error(run(case, plan, partial), wanted) < LIMIT[torch.float32]
 
 
-def test_cuts_fit_every_width() -> None:
+@pytest.mark.parametrize("rows", [32, 512, 1024])
+def test_every_cut_of_the_first_launch_gives_the_same(
+    rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for d_v in range(16, 257, 16):
-        for batch in (1, 128):
-            mix, rotate = mix_shape(batch, 32, d_v), rotate_shape(batch, 32, d_v)
-            assert mix.items >= 1 and mix.items * mix.columns <= 4096
-            assert rotate.rows >= 16 and rotate.columns >= 16
+        items, columns = mix_shape(rows, d_v)
+        assert items >= 1 and columns >= 16 and items * columns <= 4096
+    case, plan, partial = layer("centred", [9000, 1, 0], 2, 80, dtype, device, parts=150)
+    cut = mix_shape(rows, 80)
+    monkeypatch.setattr(merging, "mix_shape", lambda *_: cut)
+    assert int(plan.first[1]) > 140
+    wanted = expected(case, plan, partial, None, None, None)
+    assert relative_error(run(case, plan, partial), wanted[1]) < LIMIT[dtype]
+    assert relative_error(run(case, plan, partial, rotate=False), wanted[0]) < LIMIT[dtype]
 
 
 def test_what_does_not_fit_is_refused(dtype: torch.dtype, device: torch.device) -> None:
