@@ -174,7 +174,10 @@ def sample() -> BenchResult:
 def test_the_table_shows_rates_ratios_and_what_is_wrong() -> None:
     text = sample().text()
     assert "| 32x32k | int2 | cuda | 160.0 | 159.0 .. 161.5 | 4000 | 89 | 89 | 6.05 | 1.7e-03 |" in text
-    assert "| 32x32k | vq | triton | wrong |" in text and "- not timed: vq triton 32x32k: relative error 1e-1" in text
+    assert (
+        "| 32x32k | vq | triton | wrong |" in text
+        and "- not timed: decode 32x32k vq triton: relative error 1e-1" in text
+    )
     assert "Read ceiling, measured: 4500 GB/s (4400, 4500)" in text and text.endswith("12 s in all")
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {11}

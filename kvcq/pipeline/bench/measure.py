@@ -40,7 +40,9 @@ def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: 
         for row in _rows(op, shape, request, known, peers):
             result.rows.append(row)
             if row.wrong:
-                reporter.warn(f"{row.op} {row.shape.label} {row.codec} {row.kernel}: {row.problem}")
+                reporter.warn(row.line())
+            else:
+                reporter.note(row.line())
         if op == "decode":
             for codec in request.codecs:
                 result.choices[f"{codec} {shape.label}"] = choice_of(codec, shape)

@@ -63,6 +63,11 @@ class Row:
         """How many times faster than the best BF16 kernel."""
         return None if self.timing is None or self.bf16_us is None else self.bf16_us / self.timing.us
 
+    def line(self) -> str:
+        """Return the row in one line."""
+        figure = self.problem if self.timing is None else f"{self.timing.us:.1f} us"
+        return f"{self.op} {self.shape.label} {self.codec} {self.kernel}: {figure}"
+
 
 @dataclass
 class BenchResult:
