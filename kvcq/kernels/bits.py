@@ -70,6 +70,35 @@ def plane_pair(packed, mask, index: tl.constexpr, asm: tl.constexpr):
 
 
 @triton.jit
+def coordinates(words, asm: tl.constexpr):
+    """Return the four int8 coordinates of codebook words int32, as four tensors of their shape."""
+    if not asm:
+        first = words.to(tl.int8)
+        second = (words >> 8).to(tl.int8)
+        third = (words >> 16).to(tl.int8)
+        fourth = (words >> 24).to(tl.int8)
+    else:
+        # Four neighbouring words are a 4 x 4 matrix of bytes: its transpose in eight permutations.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """{.reg .b32 a, b, c, d;
+            prmt.b32 a, $4, $5, 0x5140;
+            prmt.b32 b, $6, $7, 0x5140;
+            prmt.b32 c, $4, $5, 0x7362;
+            prmt.b32 d, $6, $7, 0x7362;
+            prmt.b32 $0, a, b, 0x5410;
+            prmt.b32 $1, a, b, 0x7632;
+            prmt.b32 $2, c, d, 0x5410;
+            prmt.b32 $3, c, d, 0x7632;}""",
+            "=&r,=&r,=&r,=&r,r,r,r,r",
+            [words],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return first, second, third, fourth
+
+
+@triton.jit
 def low_half(word):
     """Return the float16 in bits 0..15 of int32 words as float32."""
     return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

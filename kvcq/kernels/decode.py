@@ -26,7 +26,7 @@ from torch import Tensor
 from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.bits import high_half, low_half, plane, plane_pair, query_digit, weight_digits
+from kvcq.kernels.bits import coordinates, high_half, low_half, plane, plane_pair, query_digit, weight_digits
 from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
 from kvcq.kernels.plan import Partials, Plan
 
@@ -80,6 +80,37 @@ def _add(old, al, unit, codes, digits, R: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
+def _slab_query(q_at, scale_at, index: tl.constexpr, CK: tl.constexpr):
+    """Return the queries, float32 ``[32, W]``, that meet coordinates 2 i and 2 i + 1 (i = index % 2) of 16 groups.
+
+    Rows 0..15 are the one coordinate of groups ``16 (index // 2) ..``, rows 16..31 the other; zeros behind the last.
+    """
+    row = tl.arange(0, 32)
+    group = index // 2 * 16 + row % 16
+    inside = group < CK
+    scale = tl.load(scale_at + group, mask=inside, other=0.0)
+    at = q_at + (4 * group + index % 2 * 2 + row // 16)[:, None]
+    return tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _look_up(acc, rows, book, one, two, slab: tl.constexpr, CK: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
+    """Add the products of 16 groups of vector codes.
+
+    A lane holds whole tokens: the 32 look-ups of one load instruction then fall into the kilobyte of one group, which
+    takes half as many cache lines as those of two groups would.
+    """
+    group = slab * 16 + tl.arange(0, 16)
+    index = tl.load(rows + group[:, None])
+    words = tl.load(book + index.to(tl.int32) + tl.minimum(group, CK - 1)[:, None] * 256)
+    c0, c1, c2, c3 = coordinates(words, ASM)
+    first = tl.reshape(tl.permute(tl.join(c0, c1), (1, 2, 0)), [N, 32])
+    second = tl.reshape(tl.permute(tl.join(c2, c3), (1, 2, 0)), [N, 32])
+    acc = tl.dot(first, one, acc, out_dtype=tl.int32)
+    return tl.dot(second, two, acc, out_dtype=tl.int32)
+
+
+@triton.jit
 def _coded(
     q_rows, pages, words, table, book, book_scale, off, o_rows, ml_rows, head, kv_heads, start, stop, lo, hi, unit, cap,
     count, GP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KG: tl.constexpr, VG: tl.constexpr,
@@ -90,6 +121,7 @@ def _coded(
     CV: tl.constexpr = DV // 4
     W: tl.constexpr = 2 * GP
     BLOCK: tl.constexpr = 64 * (CK + CV + 8 * WORDS)
+    SLABS: tl.constexpr = (CK + 15) // 16
     # Sixteen bytes of a key fill half a matrix instruction: each is loaded twice, for two planes at once.
     TWICE: tl.constexpr = CK == 16 and KG == 1 and not VQ
 
@@ -98,12 +130,14 @@ def _coded(
     byte = tl.arange(0, KB)
     q_at = q_rows + tl.minimum(column // 2, count - 1)[None, :] * DK
     if VQ:
-        inside = (byte < CK)[:, None]
-        fold = tl.load(book_scale + head * CK + byte, mask=byte < CK, other=0.0)[:, None]
-        q0 = tl.load(q_at + 4 * byte[:, None], mask=inside, other=0.0).to(tl.float32) * fold
-        q1 = tl.load(q_at + 4 * byte[:, None] + 1, mask=inside, other=0.0).to(tl.float32) * fold
-        q2 = tl.load(q_at + 4 * byte[:, None] + 2, mask=inside, other=0.0).to(tl.float32) * fold
-        q3 = tl.load(q_at + 4 * byte[:, None] + 3, mask=inside, other=0.0).to(tl.float32) * fold
+        q0 = _slab_query(q_at, book_scale + head * CK, 0, CK)
+        q1 = _slab_query(q_at, book_scale + head * CK, 1, CK)
+        q2 = _slab_query(q_at, book_scale + head * CK, 2, CK)
+        q3 = _slab_query(q_at, book_scale + head * CK, 3, CK)
+        q4 = _slab_query(q_at, book_scale + head * CK, 4, CK)
+        q5 = _slab_query(q_at, book_scale + head * CK, 5, CK)
+        q6 = _slab_query(q_at, book_scale + head * CK, 6, CK)
+        q7 = _slab_query(q_at, book_scale + head * CK, 7, CK)
     elif TWICE:
         q0 = tl.load(q_at + byte[:, None]).to(tl.float32)
         q1 = tl.load(q_at + 32 + byte[:, None]).to(tl.float32)
@@ -119,6 +153,10 @@ def _coded(
     top01 = tl.maximum(tl.max(tl.abs(q0), 0), tl.max(tl.abs(q1), 0))
     top23 = tl.maximum(tl.max(tl.abs(q2), 0), tl.max(tl.abs(q3), 0))
     peak = tl.maximum(tl.maximum(top01, top23), 1e-20)
+    if VQ and SLABS > 2:
+        top45 = tl.maximum(tl.max(tl.abs(q4), 0), tl.max(tl.abs(q5), 0))
+        top67 = tl.maximum(tl.max(tl.abs(q6), 0), tl.max(tl.abs(q7), 0))
+        peak = tl.maximum(peak, tl.maximum(top45, top67))
     f = (1.0 / peak * Q_STEPS)[None, :]
     q_unit = _of_head(peak, GP) * (unit / Q_STEPS)
     if TWICE:
@@ -134,6 +172,11 @@ def _coded(
         d1 = query_digit(q1, f * quarter, low)
         d2 = query_digit(q2, f, low)
         d3 = query_digit(q3, f * quarter, low)
+        if VQ:
+            d4 = query_digit(q4, f, low)
+            d5 = query_digit(q5, f, low)
+            d6 = query_digit(q6, f, low)
+            d7 = query_digit(q7, f, low)
         if KG == 4:
             sum0 = _of_head(tl.sum(q0, 0), GP) * unit
             sum1 = _of_head(tl.sum(q1, 0), GP) * unit
@@ -154,13 +197,12 @@ def _coded(
     a3 = a0
     place = tl.arange(0, N)
     v_byte = tl.minimum(tl.arange(0, VB), CV - 1)
-    if VQ:
-        book_at = book + (head * CK + tl.minimum(byte, CK - 1)[None, :]) * 256
     for tile in range(start, stop, N):
         block = tl.load(table + (tile >> 6)).to(tl.int64) * kv_heads + head
         spot = (tile & 63) + place if N < 64 else place
         codes = pages + block * BLOCK
-        k = tl.load(codes + (spot * CK)[:, None] + (byte % CK if TWICE else byte)[None, :])
+        if not VQ:
+            k = tl.load(codes + (spot * CK)[:, None] + (byte % CK if TWICE else byte)[None, :])
         v = tl.load(codes + 64 * CK + (v_byte * 64)[:, None] + spot[None, :])
         at = words + block * (BLOCK // 4) + 16 * (CK + CV) + spot * (2 * WORDS)
         # Places outside [lo, hi) may hold anything, NaN too.
@@ -169,11 +211,14 @@ def _coded(
         v_word = tl.where(valid, tl.load(at + 1), 0)
 
         if VQ:
-            cells = tl.load(book_at + k.to(tl.int32))
-            acc = tl.dot(cells.to(tl.int8), d0, out_dtype=tl.int32)
-            acc = tl.dot((cells >> 8).to(tl.int8), d1, acc, out_dtype=tl.int32)
-            acc = tl.dot((cells >> 16).to(tl.int8), d2, acc, out_dtype=tl.int32)
-            acc = tl.dot((cells >> 24).to(tl.int8), d3, acc, out_dtype=tl.int32)
+            acc = tl.zeros([N, W], tl.int32)
+            acc = _look_up(acc, codes + (spot * CK)[None, :], book + head * CK * 256, d0, d1, 0, CK, N, ASM)
+            if SLABS > 1:
+                acc = _look_up(acc, codes + (spot * CK)[None, :], book + head * CK * 256, d2, d3, 1, CK, N, ASM)
+            if SLABS > 2:
+                acc = _look_up(acc, codes + (spot * CK)[None, :], book + head * CK * 256, d4, d5, 2, CK, N, ASM)
+            if SLABS > 3:
+                acc = _look_up(acc, codes + (spot * CK)[None, :], book + head * CK * 256, d6, d7, 3, CK, N, ASM)
             x = _whole(acc, N, GP, 256) * q_unit[None, :] * low_half(k_word)[:, None]
         elif TWICE:
             acc = tl.dot(plane_pair(k, masks, 0, ASM), d0, out_dtype=tl.int32)
@@ -267,7 +312,7 @@ def _exact(
     sink_tiles = tl.cdiv(tl.maximum(sink_stop - start, 0), N)
     behind = tl.maximum(start, sink_n)
     tiles = sink_tiles + tl.cdiv(tl.maximum(stop - behind, 0), N)
-    for tile in range(tiles):
+    for tile in tl.range(tiles, num_stages=1):
         # A tile never mixes the two buffers: rows of sinks first, then of the ring.
         if tile < sink_tiles:
             k_base = sink_k + buffer * sink_rows * DK
@@ -362,12 +407,19 @@ class Launch:
         tokens: Coded tokens at a time.
         rows: Exact rows at a time.
         stages: Depth of the compiler's load pipeline.
+        registers: Most registers of a thread, None: as many as the compiler takes.
     """
 
     heads: int
     tokens: int
     rows: int
     stages: int
+    registers: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        return {"num_warps": 1, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def launch_table(d_k: int, d_v: int, group: int, vq: bool) -> Launch:
@@ -375,7 +427,8 @@ def launch_table(d_k: int, d_v: int, group: int, vq: bool) -> Launch:
     wide = max(d_k, d_v) > WIDE_HEAD
     heads = min(power_of_two(group), 4 if wide else 8)
     tokens = PAGE_TOKENS // 2 if wide and (vq or heads > 2) else PAGE_TOKENS
-    return Launch(heads=heads, tokens=tokens, rows=16, stages=1)
+    # With 128 registers sixteen warps run on an SM.
+    return Launch(heads=heads, tokens=tokens, rows=16, stages=1 if vq else 2, registers=None if wide else 128)
 
 
 def decode_partials(
@@ -423,8 +476,7 @@ def decode_partials(
             (tables.k.d, tables.v.d), (tables.k.groups, tables.v.groups), group, shape, vq=tables.vq,
             cap=softcap is not None, offset=offset is not None, split=q.dtype != torch.float32, asm=q.is_cuda,
         ),
-        num_warps=1,
-        num_stages=shape.stages,
+        **shape.options,
     )  # fmt: skip
 
 
@@ -566,5 +618,5 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         )
         kind = "vq" if vq else "int2"
         name = f"decode-{kind}-d{d_k}.{d_v}-group{group}-words{k_groups}.{v_groups}{'-cap' if cap else ''}"
-        found.append((name, decode_kernel, signature, constants, {"num_warps": 1, "num_stages": shape.stages}))
+        found.append((name, decode_kernel, signature, constants, shape.options))
     return found
