@@ -123,6 +123,21 @@ def test_smaller_steps_leave_nothing_of_larger_ones(device: torch.device) -> Non
         check(plan, lengths, [0] * len(lengths), windows, None)
 
 
+@pytest.mark.gpu
+def test_a_captured_update_follows_the_lengths(device: torch.device) -> None:
+    windows = Windows(sink=64, recent=256)
+    plan = Plan.reserve(3, parts=50, exact_rows=64, windows=windows, device=device)
+    requests = batch_of([100, 7000, 0], [0, 0, 0], device)
+    plan.update(requests, windows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update(requests, windows)
+    for lengths in ([1, 1, 1], [90_000, 0, 300]):
+        requests.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        check(plan, lengths, [0, 0, 0], windows, None)
+
+
 def test_smaller_windows_fit_a_plan(device: torch.device) -> None:
     plan = Plan.reserve(2, parts=8, exact_rows=16, windows=Windows(sink=16, recent=64), device=device)
     for windows in (Windows(sink=64, recent=16), Windows(sink=0, recent=8)):
