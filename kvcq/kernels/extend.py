@@ -46,6 +46,9 @@ SIGNATURE: dict[str, str] = (
     | dict.fromkeys(("batch", "columns", "kv_heads", "sink", "ring", "window"), "i32")
     | {"scaling": "fp32", "softcap": "fp32"}
 )
+HALVE_SIGNATURE: dict[str, str] = {
+    "q": _SERVED, "book_scale": _FLOAT, "halves": "*fp16", "units": _FLOAT, "rows": "i32", "q_heads": "i32"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ def extend(
 ) -> None:
     """Attend causally with a chunk of new tokens of every request; see the module for the formula.
 
+    Nothing is read back to the host. Besides `out` it takes ``T Hq (2 d_k + 4)`` bytes for the length of the call:
+    the queries as float16 and their units.
+
     Args:
         tables: Constants of the layer, 2-bit codes.
         cache: What is stored: the codes of the chunk are in the pages already, its exact rows are not in the rings.
@@ -166,6 +172,8 @@ def extend(
         if q.is_cuda:
             shared = _shared_limit(torch.cuda.current_device() if q.device.index is None else q.device.index)
         launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)
+    if launch.rows < group:
+        raise ValueError(f"{launch.rows} rows of a program do not hold a group of {group} heads")
     tokens = launch.rows // group
     blocks = triton.cdiv(q.shape[0], tokens) + requests.batch
     absent = requests.lengths
@@ -280,26 +288,31 @@ def _check(
 
 def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Return what to compile for a check without a GPU: name, kernel, signature, constants, options."""
-    cases: list[tuple[str, int, int, int, tuple[int, int], dict[str, Any]]] = [
-        (f"d{d}-g{group}", d, d, group, (1, 1), {}) for d, group in ((64, 8), (80, 5), (96, 3), (128, 4), (256, 2))
+    long = {d: choose_launch(d, d, 1 << 16, 1, 8) for d in range(16, MAX_HEAD_DIM + 1, 16)}
+    cases: list[tuple[str, int, int, int, tuple[int, int], Launch, dict[str, Any]]] = [
+        (f"d{d}-g{group}", d, d, group, (1, 1), long[d], {})
+        for d, group in ((64, 8), (80, 5), (96, 3), (128, 4), (256, 2))
     ]
+    cases += [(f"d128-rows{launch.rows}-{launch.keys}", 128, 128, 4, (1, 1), launch, {}) for launch in LAUNCHES[1:]]
     cases += [
-        ("d192-d128", 192, 128, 16, (1, 1), {"CAP": True}),
-        ("d16", 16, 16, 1, (1, 1), {"ROTATE": False}),
-        ("d128-words4", 128, 128, 4, (4, 4), {"CENTRED": True}),
-        ("d128-v-words4", 128, 128, 7, (1, 4), {"WINDOW": True}),
-        ("d64-vq", 64, 64, 8, (1, 1), {"VQ": True, "SINKS": True, "CENTRED": True}),
-        ("d80-vq", 80, 80, 1, (1, 1), {"VQ": True, "CAP": True}),
-        ("d128-vq", 128, 128, 4, (1, 1), {"VQ": True}),
+        ("d192-d128", 192, 128, 16, (1, 1), long[192], {"CAP": True}),
+        ("d16", 16, 16, 1, (1, 1), long[16], {"ROTATE": False}),
+        ("d128-words4", 128, 128, 4, (4, 4), long[128], {"CENTRED": True}),
+        ("d128-v-words4", 128, 128, 7, (1, 4), long[128], {"WINDOW": True}),
+        ("d64-vq", 64, 64, 8, (1, 1), long[64], {"VQ": True, "SINKS": True, "SHIFTED": True, "CENTRED": True}),
+        ("d80-vq", 80, 80, 1, (1, 1), long[80], {"VQ": True, "CAP": True}),
+        ("d128-vq", 128, 128, 4, (1, 1), long[128], {"VQ": True}),
     ]
-    found = []
-    for name, d_k, d_v, group, (k_groups, v_groups), more in cases:
-        vq = more.get("VQ", False)
-        launch = choose_launch(d_k, d_v, 1 << 16, 1, 8)
+    found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    for name, d_k, d_v, group, (k_groups, v_groups), launch, more in cases:
         constants: dict[str, Any] = dict.fromkeys(("CAP", "SINKS", "WINDOW", "SHIFTED"), False)
-        constants |= _geometry(d_k, d_v, k_groups, v_groups, max(k_groups, v_groups), vq, False, torch.bfloat16)
+        constants |= _geometry(d_k, d_v, k_groups, v_groups, max(k_groups, v_groups), False, False, torch.bfloat16)
         constants |= {"GROUP": group, "ROTATE": True, "ASM": True, "M": launch.rows, "N": launch.keys} | more
         signature = SIGNATURE | dict.fromkeys(constants, "constexpr")
         options = {"num_warps": launch.warps, "num_stages": launch.stages}
         found.append((f"extend-{name}", extend_kernel, signature, constants, options))
+    for name, d, vq in (("int2", 80, False), ("vq", 256, True)):
+        constants = {"GROUP": 4, "D": d, "PAD": triton.next_power_of_2(d), "VQ": vq, "M": HALVE_ROWS}
+        signature = HALVE_SIGNATURE | dict.fromkeys(constants, "constexpr")
+        found.append((f"extend-halve-{name}", halve_kernel, signature, constants, {"num_warps": 4, "num_stages": 2}))
     return found

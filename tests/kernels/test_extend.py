@@ -210,6 +210,8 @@ def test_what_does_not_fit_is_refused_with_numbers(device: torch.device, dtype: 
         call(out=out[:3])
     with pytest.raises(ValueError, match="not contiguous"):
         call(q=chunks.q.transpose(0, 1).contiguous().transpose(0, 1))
+    with pytest.raises(ValueError, match="1 rows of a program do not hold a group of 2"):
+        call(launch=Launch(rows=1, keys=64, warps=4))
     with pytest.raises(ValueError, match="window of 0"):
         call(window=0)
     with pytest.raises(UnsupportedError, match="3 query heads on 2"):
