@@ -138,6 +138,23 @@ def test_large_queries_and_flat_tails_keep_their_digits(device: torch.device, dt
         assert error(replace(case, q=case.q * factor)) < 2e-3
 
 
+@pytest.mark.gpu
+def test_a_graph_follows_lengths_that_change(device: torch.device, dtype: torch.dtype) -> None:
+    case = build_case("int2", (700, 1300), group=4, d_k=128, dtype=dtype, device=device)
+    case = replace(case, q=case.q.contiguous())
+    short = with_lengths(case, (690, 1290))
+    eager = [partials_of(which) for which in (case, short)]
+    plan, partials = partials_of(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update(case.requests, case.cache.windows)
+        decode_partials(case.tables, case.cache, case.requests, case.q, plan, partials, scaling=SCALING)
+    for which, wanted in zip((case, short), eager, strict=True):
+        case.requests.lengths.copy_(which.requests.lengths)
+        graph.replay()
+        assert torch.equal(joined(plan, partials, 2), joined(*wanted, 2))
+
+
 @pytest.mark.parametrize("d", range(16, 257, 16))
 def test_launches_fit_one_warp(d: int) -> None:
     for group in range(1, 17):
