@@ -5,16 +5,18 @@ Bit rule, keys and values, any head dim d: channel c lives in byte ``c mod (d/4)
     byte b      bit  7 6     5 4     3 2     1 0
     channel      b+3d/4   b+2d/4    b+d/4     b
 
-VQ puts the index of channel group g (channels 4g .. 4g+3) into byte g instead.
+VQ puts the index of channel group g (channels 4g .. 4g+3) into byte g instead. Codes of 4 bits fill twice the bytes:
+channel c lives in byte ``c mod (d/2)``, bits ``4 (c div (d/2))`` and up.
 
-Page block, one contiguous block for each (layer, page of 64 tokens, KV head), G affine words a token::
+Page block, one contiguous block for each (layer, page of 64 tokens, KV head), G affine words a token, 2 bits::
 
     offset 0                K codes   [64 tokens][d_k/4 bytes]        token-major
     64 d_k/4                V codes   [d_v/4 bytes][64 tokens]        byte-column-major
     64 (d_k/4 + d_v/4)      affine    [64 tokens][G words of 8 bytes] {s_k, b_k, s_v, b_v} fp16, little-endian
 
-A block takes 64 (d_k/4 + d_v/4 + 8 G) bytes: 2560 at d = 64 and 4608 at d = 128 with one group. The rest of a last
-page is zero. V is column-major so that a matrix register holds 4 tokens of one channel without a transpose.
+A block takes 64 (d_k/4 + d_v/4 + 8 G) bytes: 2560 at d = 64 and 4608 at d = 128 with one group. A side of 4 bits
+takes d/2 instead of d/4 bytes a token and is laid out alike. The rest of a last page is zero. V is column-major so that
+a matrix register holds 4 tokens of one channel without a transpose.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 PAGE_TOKENS = 64
 CODES_PER_BYTE = 4
 WORD_HALVES = 4
+TWO_BITS = (2, 2)
 
 
 def pack2(codes: Tensor) -> Tensor:
@@ -48,12 +51,36 @@ def unpack2(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     return codes
 
 
-def block_bytes(d_k: int, d_v: int, groups: int) -> int:
-    """Return the bytes of one page block (64 tokens of one KV head)."""
-    return PAGE_TOKENS * (d_k // CODES_PER_BYTE + d_v // CODES_PER_BYTE + 2 * WORD_HALVES * groups)
+def pack4(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes [..., d] uint8 (0..15) into [..., d/2] uint8.
+
+    Raises:
+        ValueError: d is odd.
+    """
+    if codes.shape[-1] % 2:
+        raise ValueError(f"{codes.shape[-1]} channels do not fill whole bytes: 2 codes a byte")
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    return low | (high << 4)
 
 
-def page_views(pages: Tensor, d_k: int, d_v: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def unpack4(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return the codes [..., d] of packed bytes [..., d/2] uint8, in `dtype`."""
+    return torch.cat([packed & 15, packed >> 4], -1).to(dtype)
+
+
+def row_bytes(d: int, bits: int = 2) -> int:
+    """Return the bytes of the codes of one row of d channels."""
+    return d * bits // 8
+
+
+def block_bytes(d_k: int, d_v: int, groups: int, bits: tuple[int, int] = TWO_BITS) -> int:
+    """Return the bytes of one page block (64 tokens of one KV head), codes of `bits` for keys and for values."""
+    return PAGE_TOKENS * (row_bytes(d_k, bits[0]) + row_bytes(d_v, bits[1]) + 2 * WORD_HALVES * groups)
+
+
+def page_views(
+    pages: Tensor, d_k: int, d_v: int, groups: int, bits: tuple[int, int] = TWO_BITS
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three parts of page blocks as views to read and write through.
 
     Args:
@@ -61,17 +88,18 @@ def page_views(pages: Tensor, d_k: int, d_v: int, groups: int) -> tuple[Tensor, 
         d_k: Key head dim.
         d_v: Value head dim.
         groups: Affine words of a token and head.
+        bits: Bits of a code, keys and values.
 
     Returns:
         K codes uint8 [pages, H, 64, d_k/4], V codes uint8 [pages, H, 64, d_v/4] (bytes of one column are adjacent in
-        memory), affine words float16 [pages, H, 64, G, 4].
+        memory; d/2 with 4 bits), affine words float16 [pages, H, 64, G, 4].
 
     Raises:
         ValueError: the block size does not fit.
     """
-    if pages.shape[-1] != block_bytes(d_k, d_v, groups):
+    if pages.shape[-1] != block_bytes(d_k, d_v, groups, bits):
         raise ValueError(f"page blocks of {pages.shape[-1]} bytes do not hold head dims {d_k}, {d_v}, {groups} groups")
-    k_bytes, v_bytes, a_bytes = d_k // CODES_PER_BYTE, d_v // CODES_PER_BYTE, 2 * WORD_HALVES * groups
+    k_bytes, v_bytes, a_bytes = row_bytes(d_k, bits[0]), row_bytes(d_v, bits[1]), 2 * WORD_HALVES * groups
     k, v, a = pages.split([PAGE_TOKENS * n for n in (k_bytes, v_bytes, a_bytes)], -1)
     words = a.view(torch.float16).unflatten(-1, (PAGE_TOKENS, groups, WORD_HALVES))
     return k.unflatten(-1, (PAGE_TOKENS, k_bytes)), v.unflatten(-1, (v_bytes, PAGE_TOKENS)).mT, words

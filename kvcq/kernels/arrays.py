@@ -7,6 +7,7 @@ cache lies in the shifted frame: ``r = k A - mu A`` and ``v' = v R_V - nu R_V``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -120,7 +121,8 @@ class Tables:
             # Snapping snapped words gives back the very int8 coordinates and scales.
             coordinates, scale = snap_int8(codec.k.words.to(device))
             missing = VQ_WORDS - coordinates.shape[2]
-            filled = torch.nn.functional.pad(coordinates, (0, 0, 0, missing))
+            # Words that do not exist repeat the first one: the search takes the lowest of equals, so never one of them.
+            filled = torch.cat([coordinates, coordinates[:, :, :1].expand(-1, -1, missing, -1)], 2)
             book = filled.contiguous().view(torch.int32)[..., 0].contiguous()
         k = SideTables.of("k", codec.k, heads, d_k, dtype, device)
         v = SideTables.of("v", codec.v, heads, d_v, dtype, device)
@@ -134,7 +136,24 @@ class Tables:
     @property
     def block_bytes(self) -> int:
         """Bytes of one page block: 64 tokens of one head."""
-        return page_block_bytes(self.k.d, self.v.d, self.words)
+        return page_block_bytes(self.k.d, self.v.d, self.words, (self.k.bits, self.v.bits))
+
+    @cached_property
+    def search(self) -> Tensor | None:
+        """What `write` searches, ``[H, d_k/4, 8, 256]`` in the served dtype (float32 for float16); None without words.
+
+        Rows 0..3 are minus the coordinates, rows 4 and 5 add up to the squared norm, row 6 is one, row 7 zero: all
+        exact. Word ``32 a + 8 t + 2 j + e`` is in column ``32 a + 8 j + 2 t + e`` (t, j < 4, e < 2): in the registers
+        of a matrix product one thread then holds eight neighbouring words.
+        """
+        if self.codebook is None:
+            return None
+        words = self.codebook[..., None].view(torch.int8).to(torch.int32).mT
+        norm = words.square().sum(-2, keepdim=True)
+        low = norm % 256
+        rows = torch.cat([-words, norm - low, low, torch.ones_like(low), torch.zeros_like(low)], -2)
+        ordered = rows.unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3).flatten(-4)
+        return ordered.to(torch.bfloat16 if self.k.map.dtype == torch.bfloat16 else torch.float32).contiguous()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcq.codecs.packing import block_bytes, decode_pages, encode_pages, pack2, unpack2
+from kvcq.codecs.packing import (
+    block_bytes,
+    decode_pages,
+    encode_pages,
+    pack2,
+    pack4,
+    page_views,
+    row_bytes,
+    unpack2,
+    unpack4,
+)
 
 DIMS = st.integers(1, 16).map(lambda n: 16 * n)
 SEEDS = st.integers(0, 2**20)
@@ -79,3 +89,25 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
     for tokens, groups in ((65, 1), (-1, 1), (5, 4)):
         with pytest.raises(ValueError, match="do not hold"):
             decode_pages(pages, tokens, 64, 64, groups)
+
+
+@given(DIMS, SEEDS)
+def test_four_bits_fill_bytes_by_halves(d: int, seed: int) -> None:
+    c = torch.randint(0, 16, (3, d), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = pack4(c)
+    assert packed.shape == (3, d // 2)
+    assert torch.equal(unpack4(packed), c)
+    channel = seed % d
+    assert int(packed[0, channel % (d // 2)]) >> (4 * (channel // (d // 2))) & 15 == int(c[0, channel])
+
+
+def test_blocks_of_four_bits() -> None:
+    with pytest.raises(ValueError, match="whole bytes"):
+        pack4(torch.zeros(2, 3, dtype=torch.uint8))
+    assert row_bytes(128) == 32
+    assert block_bytes(64, 128, 1, (4, 2)) == 64 * (32 + 32 + 8) == block_bytes(128, 128, 1)
+    pages = torch.arange(2 * block_bytes(16, 32, 4, (4, 2)), dtype=torch.int64).to(torch.uint8).view(2, 1, -1)
+    k, v, words = page_views(pages, 16, 32, 4, (4, 2))
+    assert (k.shape, v.shape, words.shape) == ((2, 1, 64, 8), (2, 1, 64, 8), (2, 1, 64, 4, 4))
+    with pytest.raises(ValueError, match="do not hold"):
+        page_views(pages, 16, 32, 4)

@@ -1,0 +1,450 @@
+"""Write tokens: map keys and values into the frame, code them, store codes and exact rows where they belong.
+
+For a row x of head h (keys; values alike)::
+
+    r = bf16(x A_h - mu A_h)                                 the row of sinks, rings and `rows`, and what is coded
+    r' = clamp(r, -t, t),   t = sorted(|r|)[rank]             exact: a search over the bits of the magnitude
+    s = fp16((max - min) / (2^bits - 1)),  b = fp16(min)      of every group, or placed for Gaussian rows
+    code = clamp(floor((r' - b) / s + 1/2))                   0 where s is 0
+    or, in vector codes: rho = fp16(sqrt(mean r^2)), the nearest word to r / rho of every 4 channels
+
+Bits are those of `codecs.packing`. A program codes 64 tokens of one head and side; the same arithmetic serves one
+token and thousands, so codes never depend on how many come together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvcq.codecs.uniform import LLOYD_STEPS, LLOYD_THRESHOLD
+from kvcq.errors import UnsupportedError
+from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, SideTables, Tables
+from kvcq.kernels.checks import check_platform, check_tensor
+from kvcq.kernels.write_uniform import FULL, half_bits, uniform_codes
+from kvcq.kernels.write_vq import best_eight, join_four, nearest_of_eight
+from kvcq.spec.codec import Spacing
+
+TOKENS = 64
+RHO_FLOOR = tl.constexpr(1e-8)
+# A quarter, and more than rounding to bfloat16 may take away.
+LIFT = tl.constexpr(0.2525)
+# Programs below which the vector codes of a tile are shared out, so that a decode step fills the chip.
+FEW_PROGRAMS = 256
+
+
+@triton.jit
+def _channel(column, D: tl.constexpr, PAD: tl.constexpr):
+    """Return the channel of padded columns, which are ordered by bit plane, and whether there is one.
+
+    With ``d / 4`` no power of two every plane is filled up by itself.
+    """
+    if D == PAD:
+        return column, column < D
+    byte = column % (PAD // 4)
+    return column // (PAD // 4) * (D // 4) + byte, byte < D // 4
+
+
+@triton.jit
+def _mapped(
+    x, at, given, matrix, shift, channel, inside, D: tl.constexpr, KB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return frame rows ``[M, N]`` at `channel` in the served dtype: the products of x with columns of the map."""
+    rows = tl.zeros([M, N], tl.float32)
+    for start in tl.static_range(0, D, KB):
+        inner = start + tl.arange(0, KB)
+        a = tl.load(x + at[:, None] + inner[None, :], mask=given[:, None] & (inner < D)[None, :], other=0.0)
+        b = tl.load(
+            matrix + inner[:, None] * D + channel[None, :], mask=(inner < D)[:, None] & inside[None, :], other=0.0
+        )
+        rows = tl.dot(a, b, rows, input_precision=PRECISION)
+    rows -= tl.load(shift + channel, mask=inside, other=0.0)[None, :]
+    return rows.to(matrix.dtype.element_ty)
+
+
+@triton.jit
+def _keep(
+    rows, channel, inside, given, stored, token, position, length, buffer, head, heads, out, sinks, ring, S, R,
+    D: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr,
+):  # fmt: skip
+    """Store exact rows ``[M, N]``: all of them to `out`, those of the windows to sinks and rings."""
+    if ROWS:
+        at = (token.to(tl.int64) * heads + head) * D
+        tl.store(out + at[:, None] + channel[None, :], rows, mask=given[:, None] & inside[None, :])
+    if WINDOWS:
+        sink = stored & (position < S)
+        recent = stored & (position >= length - R)
+        if tl.max((sink | recent).to(tl.int32), 0) > 0:
+            place = buffer.to(tl.int64) * heads + head
+            at = (place * S + position) * D
+            tl.store(sinks + at[:, None] + channel[None, :], rows, mask=sink[:, None] & inside[None, :])
+            at = (place * R + position % R) * D
+            tl.store(ring + at[:, None] + channel[None, :], rows, mask=recent[:, None] & inside[None, :])
+
+
+@triton.jit
+def _uniform_side(
+    x, matrix, shift, out, sinks, ring, pages, words, clamped, at, given, stored, token, position, length, buffer, page,
+    place, head, heads, S, R,
+    VALUES: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr,
+    BITS: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr, OUTER: tl.constexpr, K_BYTES: tl.constexpr,
+    V_BYTES: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Write one side of one head with uniform codes."""
+    BLOCK: tl.constexpr = 64 * (K_BYTES + V_BYTES + 8 * WORDS)
+    channel, inside = _channel(tl.arange(0, PAD), D, PAD)
+    rows = _mapped(x, at, given, matrix + head * D * D, shift + head * D, channel, inside, D, KB, M, PAD, PRECISION)
+    _keep(
+        rows, channel, inside, given, stored, token, position, length, buffer, head, heads, out, sinks, ring, S, R,
+        D, ROWS, WINDOWS,
+    )  # fmt: skip
+    packed, affine, large = uniform_codes(rows, inside, stored, D, PAD, GROUPS, BITS, RANK, STEP, OUTER, M, ASM)
+    if large > 0:
+        tl.atomic_add(clamped, large.to(tl.int64))
+
+    block = page * heads + head
+    column = tl.arange(0, PAD * BITS // 8)
+    byte = column
+    filled = byte < D * BITS // 8
+    if D != PAD:
+        byte = column // (PAD // 4) * (D // 4) + column % (PAD // 4)
+        filled = column % (PAD // 4) < D // 4
+    if VALUES:
+        # Tokens along the threads: consecutive ones fill whole sectors, wherever the others are.
+        start = block * BLOCK + 64 * K_BYTES + place
+        tl.store(pages + byte[:, None] * 64 + start[None, :], tl.trans(packed), mask=filled[:, None] & stored[None, :])
+    else:
+        start = block * BLOCK + place * K_BYTES
+        tl.store(pages + start[:, None] + byte[None, :], packed, mask=stored[:, None] & filled[None, :])
+    start = block * (BLOCK // 4) + 16 * (K_BYTES + V_BYTES) + place * (2 * WORDS)
+    group = tl.arange(0, 4)
+    tl.store(
+        words + start[:, None] + (group * 2 + VALUES)[None, :], affine,
+        mask=stored[:, None] & (group < WORDS)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _vector_side(
+    x, matrix, shift, codebook, search, scales, out, sinks, ring, words, clamped, at, given, stored, token, position,
+    length, buffer, page, place, head, heads, S, R, part, parts,
+    D: tl.constexpr, DP: tl.constexpr, NB: tl.constexpr, K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of one head in vector codes: every `parts`-th slab of 16 channels, beginning at `part`."""
+    BLOCK: tl.constexpr = 16 * (K_BYTES + V_BYTES + 8 * WORDS)
+    matrix += head * D * D
+    shift += head * D
+    squares = tl.zeros([M], tl.float32)
+    for first in range(0, D, NB):
+        channel = first + tl.arange(0, NB)
+        inside = channel < D
+        rows = _mapped(x, at, given, matrix, shift, channel, inside, D, DP, M, NB, PRECISION)
+        if part == 0:
+            _keep(
+                rows, channel, inside, given, stored, token, position, length, buffer, head, heads, out, sinks, ring, S,
+                R, D, ROWS, WINDOWS,
+            )  # fmt: skip
+        exact = tl.where(inside[None, :], rows.to(tl.float32), 0.0)
+        squares += tl.sum(exact * exact, 1)
+    size = tl.maximum(tl.sqrt_rn(tl.div_rn(squares, tl.full([M], D, tl.float32))), RHO_FLOOR)
+    rho = tl.minimum(size, FULL).to(tl.float16)
+    start = (page * heads + head) * BLOCK
+    if part == 0:
+        large = tl.sum((stored & (size > FULL)).to(tl.int32), 0)
+        if large > 0:
+            tl.atomic_add(clamped, large.to(tl.int64))
+        affine = start + 16 * (K_BYTES + V_BYTES) + place * (2 * WORDS)
+        group = tl.arange(0, 4)
+        value = tl.broadcast_to(half_bits(rho)[:, None], [M, 4])
+        tl.store(words + affine[:, None] + (group * 2)[None, :], value, mask=stored[:, None] & (group < WORDS)[None, :])
+    # A row too small for float16 has rho 0; the codec then searches the word nearest to 0.
+    held = rho.to(tl.float32)
+    some = held > 0
+    half = tl.where(some, held, 1.0) * 0.5
+    lift = tl.where(some, squares, 1.0) * LIFT
+    for slab in range(part, D // 16, parts):
+        channel = slab * 16 + tl.arange(0, 16)
+        inside = channel < D
+        rows = _mapped(x, at, given, matrix, shift, channel, inside, D, DP, M, 16, PRECISION).to(tl.float32)
+        rows = tl.where(some[:, None], rows, 0.0)
+        group = head * (D // 4) + slab * 4
+        table = search + group.to(tl.int64) * 2048
+        # One after the other: a list of four would not stay in registers.
+        e0 = best_eight(rows, half * tl.load(scales + group), lift, table, 0, M, N, PRECISION)
+        e1 = best_eight(rows, half * tl.load(scales + group + 1), lift, table + 2048, 1, M, N, PRECISION)
+        e2 = best_eight(rows, half * tl.load(scales + group + 2), lift, table + 4096, 2, M, N, PRECISION)
+        e3 = best_eight(rows, half * tl.load(scales + group + 3), lift, table + 6144, 3, M, N, PRECISION)
+        four = tl.arange(0, 4)
+        halves = half[:, None] * tl.load(scales + group + four)[None, :]
+        index = nearest_of_eight(rows, halves, join_four(e0, e1, e2, e3, M), codebook + group * 256, M)
+        packed = tl.sum(index << (8 * four)[None, :], 1)
+        tl.store(words + start + place * (K_BYTES // 4) + slab, packed, mask=stored)
+
+
+@triton.jit(do_not_specialize=["tokens", "S", "R", "parts"])
+def write_kernel(
+    k, v, map_k, map_v, shift_k, shift_v, codebook, search, scales, pages, words, slots, positions, requests, buffers,
+    lengths, sink_k, sink_v, ring_k, ring_v, out_k, out_v, clamped,
+    tokens, heads, k_token, k_head, v_token, v_head, S, R, parts,
+    DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, KBK: tl.constexpr, KBV: tl.constexpr,
+    KG: tl.constexpr, VG: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_RANK: tl.constexpr,
+    V_RANK: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
+    WORDS: tl.constexpr, VQ: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Write 64 tokens of one head: program axis 2 is the parts of the keys, then the values."""
+    K_BYTES: tl.constexpr = DK * K_BITS // 8
+    V_BYTES: tl.constexpr = DV * V_BITS // 8
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    token = tl.program_id(0) * M + tl.arange(0, M)
+    given = token < tokens
+    slot = tl.load(slots + token, mask=given, other=-1)
+    stored = slot >= 0
+    page = slot >> 6
+    place = slot & 63
+    position = tl.zeros([M], tl.int32)
+    length = position
+    buffer = position
+    if WINDOWS:
+        request = tl.load(requests + token, mask=stored, other=0)
+        position = tl.load(positions + token, mask=stored, other=0)
+        length = tl.load(lengths + request, mask=stored, other=0)
+        buffer = tl.load(buffers + request, mask=stored, other=0)
+    if part == parts:
+        at = token.to(tl.int64) * v_token + head.to(tl.int64) * v_head
+        _uniform_side(
+            v, map_v, shift_v, out_v, sink_v, ring_v, pages, words, clamped, at, given, stored, token, position, length,
+            buffer, page, place, head, heads, S, R,
+            True, DV, PV, KBV, VG, V_BITS, V_RANK, V_STEP, V_OUTER, K_BYTES, V_BYTES, WORDS, ROWS, WINDOWS, PRECISION,
+            M, ASM,
+        )  # fmt: skip
+    else:
+        at = token.to(tl.int64) * k_token + head.to(tl.int64) * k_head
+        if VQ:
+            _vector_side(
+                k, map_k, shift_k, codebook, search, scales, out_k, sink_k, ring_k, words, clamped, at, given, stored,
+                token, position, length, buffer, page, place, head, heads, S, R, part, parts,
+                DK, KBK, NB, K_BYTES, V_BYTES, WORDS, ROWS, WINDOWS, PRECISION, M, N,
+            )  # fmt: skip
+        else:
+            _uniform_side(
+                k, map_k, shift_k, out_k, sink_k, ring_k, pages, words, clamped, at, given, stored, token, position,
+                length, buffer, page, place, head, heads, S, R,
+                False, DK, PK, KBK, KG, K_BITS, K_RANK, K_STEP, K_OUTER, K_BYTES, V_BYTES, WORDS, ROWS, WINDOWS,
+                PRECISION, M, ASM,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a layer is compiled.
+
+    Attributes:
+        warps: Warps of a program.
+        stages: Depth of the loop over groups of a codebook.
+        words: Words that one matrix product scores.
+        inner: Channels of one step of a frame product, uniform codes.
+        registers: Most registers of a thread: fewer let more programs run at once. None leaves it to the compiler.
+    """
+
+    warps: int
+    stages: int
+    words: int
+    inner: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler takes besides constants."""
+        chosen = {"num_warps": self.warps, "num_stages": self.stages}
+        return chosen if self.registers is None else chosen | {"maxnreg": self.registers}
+
+
+def choose_launch(d_k: int, d_v: int, vq: bool) -> Launch:
+    """Return the launch of a geometry, as measured on an H200.
+
+    Codebooks of head dims up to 128 take 105 KiB of shared memory, everything else less than 64 KiB.
+    """
+    if max(d_k, d_v) > 128:
+        return Launch(8, 1, 128, 64)
+    return Launch(4, 2 if vq else 1, 128, 64)
+
+
+def write(
+    tables: Tables,
+    cache: LayerCache,
+    k: Tensor,
+    v: Tensor,
+    *,
+    slots: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    batch: Requests,
+    rows: tuple[Tensor, Tensor] | None,
+    windows: bool,
+    clamped: Tensor,
+    launch: Launch | None = None,
+) -> None:
+    """Code tokens into their pages in one launch, and keep their exact rows on demand.
+
+    Args:
+        tables: Constants of the layer.
+        cache: Written to.
+        k: Keys ``[T, H, d_k]``, post-RoPE, served dtype; rows may lie anywhere, their elements are adjacent.
+        v: Values ``[T, H, d_v]``, likewise.
+        slots: int64 ``[T]``, page times 64 plus place, all different; negative: nothing of the token is stored.
+        positions: int32 ``[T]``.
+        requests: int32 ``[T]``, row of each token in `batch`.
+        batch: The requests, these tokens included in their lengths.
+        rows: Outputs ``[T, H, d_k]`` and ``[T, H, d_v]`` for the frame rows r and v' of every token, or None.
+        windows: Whether rows are stored in sinks (positions below S) and rings (the last R positions of a request).
+        clamped: int64 ``[1]``; the number of values that float16 could not hold is added.
+        launch: Instead of `choose_launch`.
+
+    Raises:
+        UnsupportedError: a geometry, codec or platform without a kernel.
+        ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    _check(tables, cache, k, v, slots, positions, requests, batch, rows, clamped)
+    tokens, heads = k.shape[0], tables.heads
+    if tokens == 0:
+        return
+    launch = launch or choose_launch(tables.k.d, tables.v.d, tables.vq)
+    tiles = triton.cdiv(tokens, TOKENS)
+    parts = max(1, min(FEW_PROGRAMS // (tiles * heads), tables.k.d // 16)) if tables.vq else 1
+    absent = slots
+    write_kernel[(tiles, heads, parts + 1)](
+        k, v, tables.k.map, tables.v.map, tables.k.shift, tables.v.shift,
+        absent if tables.codebook is None else tables.codebook,
+        absent if tables.search is None else tables.search,
+        absent if tables.codebook_scale is None else tables.codebook_scale,
+        cache.pages, cache.pages.view(torch.int32), slots, positions, requests, batch.slots, batch.lengths,
+        cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v,
+        k if rows is None else rows[0], v if rows is None else rows[1], clamped,
+        tokens, heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.windows.sink, cache.ring, parts,
+        ROWS=rows is not None, WINDOWS=windows, ASM=k.is_cuda,
+        **_constants(tables.k, tables.v, tables.words, tables.vq, launch), **launch.options,
+    )  # fmt: skip
+
+
+def _constants(k: SideTables, v: SideTables, words: int, vq: bool, launch: Launch) -> dict[str, Any]:
+    """Return what the kernel is compiled for."""
+    pad_k, pad_v = (4 * triton.next_power_of_2(side.d // 4) for side in (k, v))
+    # A search keeps whole rows at hand; otherwise d steps of `inner` channels bound the shared memory.
+    whole = triton.next_power_of_2(k.d)
+    return {
+        "DK": k.d, "DV": v.d, "PK": pad_k, "PV": pad_v,
+        "KBK": whole if vq else min(whole, launch.inner), "KBV": min(triton.next_power_of_2(v.d), launch.inner),
+        "KG": k.groups, "VG": v.groups, "K_BITS": k.bits, "V_BITS": v.bits, "K_RANK": k.rank, "V_RANK": v.rank,
+        "K_STEP": _step(k.spacing), "V_STEP": _step(v.spacing), "K_OUTER": _outer(k.spacing),
+        "V_OUTER": _outer(v.spacing), "WORDS": words, "VQ": vq,
+        "PRECISION": "ieee" if k.map.dtype == torch.float32 else "tf32",
+        "M": TOKENS, "N": launch.words, "NB": min(whole, 32 if k.d > 128 else 64),
+    }  # fmt: skip
+
+
+def _step(spacing: Spacing) -> float:
+    return 0.0 if spacing == "minmax" else LLOYD_STEPS[spacing]
+
+
+def _outer(spacing: Spacing) -> float:
+    return 0.0 if spacing == "minmax" else LLOYD_THRESHOLD / LLOYD_STEPS[spacing]
+
+
+def _check(
+    tables: Tables,
+    cache: LayerCache,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    batch: Requests,
+    rows: tuple[Tensor, Tensor] | None,
+    clamped: Tensor,
+) -> None:
+    """Check every assumption of the kernel."""
+    check_platform(k.device)
+    tokens, heads, served = k.shape[0], tables.heads, tables.k.map.dtype
+    for name, side in (("k", tables.k), ("v", tables.v)):
+        if side.d % 16 or not 16 <= side.d <= MAX_HEAD_DIM or side.groups not in (1, 4) or side.bits not in (2, 4):
+            raise UnsupportedError(f"head dim {side.d}, {side.groups} groups, {side.bits} bits: no kernel", where=name)
+    if served not in ((torch.bfloat16, torch.float16, torch.float32) if k.is_cuda else (torch.float16, torch.float32)):
+        raise UnsupportedError(f"rows are {served} on {k.device.type}", where="k")
+    sink, ring, buffers = cache.windows.sink, cache.ring, cache.ring_k.shape[0]
+    d_k, d_v = tables.k.d, tables.v.d
+    check_tensor("k", k, (tokens, heads, d_k), served, k.device, contiguous=False)
+    check_tensor("v", v, (tokens, heads, d_v), served, k.device, contiguous=False)
+    expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int | None, ...]]] = [
+        ("pages", cache.pages, torch.uint8, (None, heads, tables.block_bytes)),
+        ("sink_k", cache.sink_k, served, (buffers, heads, sink, d_k)),
+        ("sink_v", cache.sink_v, served, (buffers, heads, sink, d_v)),
+        ("ring_k", cache.ring_k, served, (buffers, heads, ring, d_k)),
+        ("ring_v", cache.ring_v, served, (buffers, heads, ring, d_v)),
+        ("slots", slots, torch.int64, (tokens,)),
+        ("positions", positions, torch.int32, (tokens,)),
+        ("requests", requests, torch.int32, (tokens,)),
+        ("batch.slots", batch.slots, torch.int32, (batch.batch,)),
+        ("batch.lengths", batch.lengths, torch.int32, (batch.batch,)),
+        ("clamped", clamped, torch.int64, (1,)),
+        ("rows[0]", None if rows is None else rows[0], served, (tokens, heads, d_k)),
+        ("rows[1]", None if rows is None else rows[1], served, (tokens, heads, d_v)),
+        ("k.map", tables.k.map, served, (heads, d_k, d_k)),
+        ("v.map", tables.v.map, served, (heads, d_v, d_v)),
+        ("k.shift", tables.k.shift, torch.float32, (heads, d_k)),
+        ("v.shift", tables.v.shift, torch.float32, (heads, d_v)),
+        ("codebook", tables.codebook, torch.int32, (heads, d_k // 4, 256)),
+        ("codebook_scale", tables.codebook_scale, torch.float32, (heads, d_k // 4)),
+    ]
+    for name, tensor, dtype, shape in expected:
+        if tensor is not None:
+            check_tensor(name, tensor, shape, dtype, k.device)
+
+
+def _variant_side(d: int, groups: int, bits: int, spacing: Spacing) -> SideTables:
+    square = torch.empty(1, d, d, dtype=torch.bfloat16, device="meta")
+    row = torch.empty(1, d, device="meta")
+    return SideTables(d, square, row, square, row, groups, bits, min(int(0.92 * d), d - 1), spacing)
+
+
+def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """Return what to compile for a check without a GPU: name, kernel, signature, constants, options."""
+    served, single = "*bf16", "*fp32"
+    signature = dict.fromkeys(("k", "v", "map_k", "map_v"), served)
+    signature |= {"shift_k": single, "shift_v": single, "codebook": "*i32", "search": served, "scales": single}
+    signature |= {"pages": "*u8", "words": "*i32", "slots": "*i64"}
+    signature |= dict.fromkeys(("positions", "requests", "buffers", "lengths"), "*i32")
+    signature |= dict.fromkeys(("sink_k", "sink_v", "ring_k", "ring_v", "out_k", "out_v"), served)
+    signature |= {"clamped": "*i64"}
+    signature |= dict.fromkeys(("tokens", "heads", "k_token", "k_head", "v_token", "v_head", "S", "R", "parts"), "i32")
+    found = []
+    for d_k, d_v in ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for kind in ("int2", "groups", "int4", "lloyd", "vq", "vq_groups"):
+            vq, groups = kind.startswith("vq"), 4 if kind.endswith("groups") else 1
+            k, v = (
+                _variant_side(d, side_groups, 4 if kind == "int4" else 2, "lloyd-nova" if kind == "lloyd" else "minmax")
+                for d, side_groups in ((d_k, 1 if vq else groups), (d_v, groups))
+            )
+            launch = choose_launch(d_k, d_v, vq)
+            for rows in (False, True):
+                constants = _constants(k, v, groups, vq, launch) | {"ROWS": rows, "WINDOWS": True, "ASM": True}
+                found.append(
+                    (
+                        f"write-{kind}-{d_k}-{d_v}{'-rows' if rows else ''}",
+                        write_kernel,
+                        signature | dict.fromkeys(constants, "constexpr"),
+                        constants,
+                        launch.options,
+                    )
+                )
+    return found
