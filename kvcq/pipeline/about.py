@@ -13,7 +13,17 @@ from kvcq.pipeline.result import Answer, aligned
 from kvcq.pipeline.versions import installed
 from kvcq.version import __version__
 
-SHOWN = ("torch", "transformers", "huggingface_hub", "safetensors", "numpy", "triton", "datasets", "sglang")
+SHOWN = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+    "triton",
+    "cuda-core",
+    "datasets",
+    "sglang",
+)
 
 
 def methods() -> Answer:
@@ -35,11 +45,12 @@ def methods() -> Answer:
 
 
 def environment() -> Answer:
-    """Describe versions, processor, accelerators and the kvcq cache folder."""
+    """Describe versions, processor, accelerators, the kernels that they get and the kvcq cache folder."""
     import platformdirs
 
     packages = {name: installed(name) for name in SHOWN}
     devices = _devices()
+    kernels = _kernels()
     threads = os.cpu_count() or 1
     record = {
         "kvcq": __version__,
@@ -49,7 +60,7 @@ def environment() -> Answer:
         "packages": packages,
         "devices": devices,
         "cache": str(platformdirs.user_cache_path("kvcq")),
-        "kernels": "none: decoding and encoding run in torch",
+        "kernels": dict(kernels),
     }
     rows = [
         ("kvcq", __version__),
@@ -58,6 +69,7 @@ def environment() -> Answer:
         ("cpus", str(threads)),
         *((name, version or "not installed") for name, version in packages.items()),
         ("devices", ", ".join(devices) or "CPU only"),
+        *kernels,
         ("cache", str(record["cache"])),
     ]
     return Answer(tuple(aligned(rows)), record)
@@ -72,3 +84,19 @@ def _devices() -> list[str]:
         f"cuda:{i} {torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
         for i in range(torch.cuda.device_count())
     ]
+
+
+def _kernels() -> list[tuple[str, str]]:
+    """Return what decodes INT2 and VQ caches on the first device, and why. Imports no compiler of kernels."""
+    from kvcq.kernels.cuda.compile import missing
+    from kvcq.kernels.select import Limits, describe
+
+    limits = Limits(None)
+    if find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            from kvcq.kernels.limits import device_limits
+
+            limits = device_limits(torch.device("cuda", 0))
+    return list(describe(limits, missing()))

@@ -1,0 +1,153 @@
+"""Attention of one decode step, by the kernel that the device has for a layer.
+
+Work list (`plan`), partial results (`decode` in Triton or `cuda.decode`) and their merge (`merge`) behind one class::
+
+    decoder = Decoder.reserve(tables, windows, q_heads, max_batch, max_context, device)
+    decoder.plan(requests)                                        once a step, for all layers of the geometry
+    decoder.decode(tables, cache, requests, q, out, scaling=...)  for each layer
+
+Everything is allocated by `reserve`; the other calls neither allocate nor wait for the device and can be captured in
+a CUDA graph, once a first call has compiled its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcq.errors import UnsupportedError
+from kvcq.kernels.arrays import LayerCache, Requests, Tables
+from kvcq.kernels.checks import check_platform
+from kvcq.kernels.cuda.decode import decode_partials_cuda
+from kvcq.kernels.decode import decode_partials
+from kvcq.kernels.limits import device_limits
+from kvcq.kernels.merge import merge
+from kvcq.kernels.plan import UNLIMITED, Partials, Plan
+from kvcq.kernels.select import Backend, Choice, choose, launch_shape
+from kvcq.spec.plan import Windows
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Workspace of the layers that share a geometry, windows and a batch.
+
+    Attributes:
+        choice: The kernel, its cut and the reason.
+        work: The work list, see `plan`.
+        partials: Partial results, overwritten by every layer.
+    """
+
+    choice: Choice
+    work: Plan
+    partials: Partials
+
+    @classmethod
+    def reserve(
+        cls,
+        tables: Tables,
+        windows: Windows,
+        q_heads: int,
+        max_batch: int,
+        max_context: int,
+        device: torch.device | str,
+        *,
+        backend: Backend | None = None,
+    ) -> Decoder:
+        """Choose the kernel and allocate all that decoding needs.
+
+        Args:
+            tables: A layer of the geometry.
+            windows: S and W.
+            q_heads: Query heads Hq.
+            max_batch: Most requests of a step.
+            max_context: Longest request, in tokens; the workspace is the same for all that positions can count.
+            device: Where the cache is.
+            backend: Take this one; None: the best.
+
+        Raises:
+            UnsupportedError: no kernel for this geometry or device, or not the wanted one, with the reason.
+            ValueError: sizes out of range, with the numbers.
+        """
+        device = torch.device(device)
+        check_platform(device)
+        if not 1 <= max_context <= UNLIMITED:
+            raise ValueError(f"a longest request of {max_context} tokens: plans count 1 to {UNLIMITED}")
+        group, rest = divmod(q_heads, tables.heads)
+        if rest or group < 1:
+            raise UnsupportedError(f"{q_heads} query heads on {tables.heads} KV heads: groups are whole heads")
+        limits = device_limits(device)
+        dtype = str(tables.k.map.dtype).removeprefix("torch.")
+        settings: dict[str, Any] = {"batch": max_batch, "windows": windows, "dtype": dtype, "limits": limits}
+        choice = choose(limits.capability, tables, group, **settings)
+        if backend not in (None, choice.backend):
+            if backend != "triton":
+                raise UnsupportedError(f"{backend} decode: {choice.reason}", fix=f"use {choice.backend}")
+            choice = choose(limits.capability, tables, group, without="asked for", **settings)
+        work = Plan.reserve(max_batch, parts=choice.parts, exact_rows=choice.exact_rows, windows=windows, device=device)
+        return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d))
+
+    def plan(self, requests: Requests, window: int | None = None) -> None:
+        """Fill the work list of a step; see `Plan.update`.
+
+        Args:
+            requests: The batch; its lengths include the tokens of this step.
+            window: Sliding window of the layers that follow, None without one.
+        """
+        self.work.update(requests, self.work.windows, window)
+
+    def decode(
+        self,
+        tables: Tables,
+        cache: LayerCache,
+        requests: Requests,
+        q: Tensor,
+        out: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        offset: Tensor | None = None,
+        sinks: Tensor | None = None,
+        rotate: bool = True,
+    ) -> None:
+        """Attend with the newest token of every request; what `reference.reference_decode` defines.
+
+        Args:
+            tables: Constants of the layer.
+            cache: What is stored; its windows are those reserved.
+            requests: The batch that `plan` was called with.
+            q: Mapped queries ``[B, Hq, d_k]``, served dtype, contiguous.
+            out: Written, ``[B, Hq, d_v]``, served dtype; zeros for a request of length 0.
+            scaling: Factor on products.
+            softcap: Logits become ``softcap tanh(logits / softcap)``.
+            offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap or learned sinks; None is zeros.
+            sinks: Learned sink logits float32 ``[Hq]``.
+            rotate: False leaves outputs in the frame of values: the caller folded the rotation.
+
+        Raises:
+            UnsupportedError: a codec, geometry or platform without a kernel.
+            ValueError: tensors that do not fit, with the numbers.
+        """
+        if cache.windows != self.work.windows:
+            raise ValueError(f"a cache with windows {cache.windows}: reserved for {self.work.windows}")
+        run: Callable[..., None] = decode_partials
+        if self.choice.backend == "cuda":
+            shape = launch_shape(tables.k.d, q.shape[1] // tables.heads, softcap is not None)
+            run = partial(decode_partials_cuda, shape=shape)
+        arrays = (tables, cache, requests, q, self.work, self.partials)
+        run(*arrays, scaling=scaling, softcap=softcap, offset=offset)
+        merge(
+            tables,
+            self.work,
+            self.partials,
+            out,
+            sinks=sinks,
+            offset=offset,
+            scaling=scaling,
+            softcap=softcap,
+            rotate=rotate,
+        )

@@ -1,0 +1,95 @@
+"""Decode attention through the CUDA kernel: what `kernels.decode` computes, for the shapes that it serves fastest.
+
+The arithmetic is that of `kernels.decode`; `decode.cu` says how it lies on the warps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcq.errors import UnsupportedError
+from kvcq.kernels.arrays import LayerCache, Requests, Tables
+from kvcq.kernels.cuda.compile import Shape, Variant, core, kernel, unserved
+from kvcq.kernels.decode import check_decode, log2_units
+from kvcq.kernels.plan import Partials, Plan
+
+WARP = 32
+
+
+def decode_partials_cuda(
+    tables: Tables,
+    cache: LayerCache,
+    requests: Requests,
+    q: Tensor,
+    plan: Plan,
+    partials: Partials,
+    *,
+    shape: Shape,
+    scaling: float,
+    softcap: float | None = None,
+    offset: Tensor | None = None,
+) -> None:
+    """Attend with the newest token of every request, one partial result an item; `merge.merge` joins them.
+
+    One launch on the current stream; its grid depends on shapes alone, and after the first call with these constants
+    it neither compiles nor allocates: it can be captured in a CUDA graph.
+
+    Args:
+        tables: Constants of the layer.
+        cache: What is stored.
+        requests: The batch, as `plan` was last updated with.
+        q: Mapped queries ``[B, Hq, d]``, bfloat16.
+        plan: The work list.
+        partials: Written: every element of used items, nothing of unused ones.
+        shape: Warps and blocks, from `select.choose`.
+        scaling: Factor on products.
+        softcap: Logits become ``softcap tanh(logits / softcap)``.
+        offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap only; None is zeros.
+
+    Raises:
+        UnsupportedError: a codec or geometry without a CUDA kernel.
+        ValueError: tensors that do not fit, with the numbers.
+        UnavailableError: `cuda.core` is not installed.
+    """
+    group = check_decode(tables, cache, requests, q, plan, partials, softcap, offset)
+    reason = unserved(tables.k.d, tables.v.d, group, tables.words)
+    if reason is None and q.dtype != torch.bfloat16:
+        reason = f"rows in {q.dtype}: the CUDA kernel has bfloat16"
+    if reason is not None:
+        raise UnsupportedError(reason, fix="use the Triton kernel")
+    for name, rows in (("q", q), ("sink_k", cache.sink_k), ("sink_v", cache.sink_v)):
+        if rows.data_ptr() % 16:
+            raise ValueError(f"{name} at address {rows.data_ptr():#x} is not aligned to 16 bytes")
+    variant = Variant(tables.k.d, group, tables.vq, softcap is not None, shape)
+    unit, cap = log2_units(scaling, softcap)
+    toolkit, device = core(), q.device.index or 0
+    config = _config(plan.size * tables.heads, variant)
+    pointers = (
+        partials.o, partials.ml, q, cache.pages, tables.codebook, tables.codebook_scale, offset, cache.sink_k,
+        cache.sink_v, cache.ring_k, cache.ring_v, requests.page_table, plan.spans, plan.items,
+    )  # fmt: skip
+    numbers = (tables.heads, requests.page_table.stride(0), cache.sink_k.shape[2], cache.ring)
+    toolkit.launch(
+        _stream(torch.cuda.current_stream(q.device).cuda_stream),
+        config,
+        kernel(variant, torch.cuda.get_device_capability(q.device), device),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+        *(ctypes.c_int32(number) for number in numbers),
+        ctypes.c_float(unit),
+        ctypes.c_float(cap),
+    )
+
+
+@lru_cache(maxsize=256)
+def _config(blocks: int, variant: Variant) -> Any:
+    return core().LaunchConfig(grid=blocks, block=WARP * variant.shape.warps, shmem_size=variant.shared_bytes)
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    return core().Stream.from_handle(handle)

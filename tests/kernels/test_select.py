@@ -1,0 +1,130 @@
+"""Which kernel a layer gets: a pure function of the device and the layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcq.kernels.arrays import Tables
+from kvcq.kernels.select import (
+    CUDA_EXACT_ROWS,
+    Choice,
+    Layer,
+    Limits,
+    choose,
+    choose_layer,
+    cuda_parts,
+    describe,
+    launch_shape,
+)
+from kvcq.spec.plan import Windows
+from tests.chain import python
+from tests.kernels.build import random_codec
+
+H200 = Limits((9, 0))
+QWEN = Layer(128, 128, 8, 4, False)
+
+
+def chosen(limits: Limits = H200, layer: Layer = QWEN, without: str | None = None, **settings: object) -> Choice:
+    return choose_layer(limits, layer, without, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("vq", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_cuda_where_it_has_the_shape(vq: bool, head_dim: int, group: int) -> None:
+    choice = chosen(layer=Layer(head_dim, head_dim, 8, group, vq))
+    assert choice.backend == "cuda"
+    assert choice.warps == 4
+    assert choice.shape is not None
+    assert choice.shape.warps * choice.shape.blocks <= 16
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (replace(QWEN, d_k=192), "head dims 192 and 128"),
+        (replace(QWEN, d_k=80, d_v=80), "head dims 80 and 80"),
+        (replace(QWEN, group=9), "9 query heads"),
+        (replace(QWEN, words=4), "4 scales"),
+    ],
+)
+def test_triton_elsewhere_with_the_reason(layer: Layer, reason: str) -> None:
+    choice = chosen(layer=layer)
+    assert choice.backend == "triton"
+    assert choice.shape is None
+    assert choice.warps == 1
+    assert reason in choice.reason
+
+
+def test_triton_without_cuda_core_and_for_other_dtypes() -> None:
+    assert chosen(without="cuda.core is not installed") == chosen(without="cuda.core is not installed", batch=4)
+    assert chosen(without="cuda.core is not installed").reason == "cuda.core is not installed"
+    assert "float16" in chosen(dtype="float16").reason
+
+
+def test_no_kernel_on_cpu_hip_and_old_devices() -> None:
+    assert chosen(Limits(None)) == Choice("torch", "CPU: torch reference")
+    assert chosen(Limits((9, 4), hip="7.0")) == Choice("torch", "kernels are not tested on HIP 7.0")
+    old = chosen(Limits((7, 5), shared_bytes=65536))
+    assert old.backend == "torch"
+    assert "7.5" in old.reason
+
+
+@pytest.mark.parametrize("shared_bytes", [65_536, 101_376, 166_912, 232_448])
+def test_small_shared_memory_still_fits(shared_bytes: int) -> None:
+    for head_dim in (64, 128):
+        for vq in (False, True):
+            assert chosen(Limits((8, 9), 128, shared_bytes), Layer(head_dim, head_dim, 8, 8, vq)).backend == "cuda"
+
+
+def test_too_little_shared_memory_is_refused_with_numbers() -> None:
+    choice = chosen(Limits((8, 9), 128, 16_384), replace(QWEN, vq=True))
+    assert choice.backend == "triton"
+    assert "34816 bytes of shared memory a block: this device has 16384" in choice.reason
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 12])
+def test_few_requests_fill_one_round_of_blocks(batch: int) -> None:
+    choice = chosen(batch=batch)
+    windows = -(-320 // CUDA_EXACT_ROWS)
+    assert choice.parts + batch * windows <= 132 * 4 // 8
+    assert choice.parts >= 2 * batch
+
+
+def test_many_requests_fill_whole_rounds() -> None:
+    assert chosen(batch=32).parts == 4 * 66
+    assert cuda_parts(1, 1, Windows(sink=0, recent=0)) == 2
+    assert chosen(Limits((9, 0), 1)).parts >= 1
+    assert chosen(layer=replace(QWEN, group=16), batch=1).parts < chosen(layer=replace(QWEN, group=16), batch=64).parts
+
+
+def test_wide_heads_of_large_groups_run_fewer_blocks() -> None:
+    assert launch_shape(128, 4, True).blocks == launch_shape(64, 8, True).blocks == 4
+    assert launch_shape(128, 5, False).blocks == 3
+    assert launch_shape(128, 8, True).blocks == 2
+
+
+def test_from_the_constants_of_a_layer() -> None:
+    codec = random_codec("v_groups", 2, 64, 64, torch.float32)
+    tables = Tables.of(codec, 2, 64, 64, torch.float32, torch.device("cpu"))
+    assert "4 scales" in choose((9, 0), tables, 4, without=None).reason
+    assert choose(None, tables, 4).backend == "torch"
+    assert choose((9, 0), tables, 4, without="not here").reason == "not here"
+
+
+def test_rows_of_env() -> None:
+    assert describe(Limits(None), None) == [
+        ("INT2 decode", "CPU: torch reference"),
+        ("VQ decode", "CPU: torch reference"),
+    ]
+    rows = dict(describe(H200, None))
+    assert rows["INT2 decode"].startswith("cuda (")
+    assert dict(describe(H200, "cuda.core is not installed"))["VQ decode"] == "triton (cuda.core is not installed)"
+
+
+def test_choosing_imports_neither_triton_nor_cuda() -> None:
+    program = "import sys, kvcq.kernels.select; print(sorted({'triton', 'torch', 'cuda'} & set(sys.modules)))"
+    assert python("-c", program).stdout.strip() == b"[]"
