@@ -14,6 +14,9 @@ from kvcq.pipeline.bench.result import Row
 from kvcq.pipeline.bench.shapes import Shape
 from kvcq.pipeline.bench.timing import Call, free, time_calls
 
+# Compilers put whole programs into theirs.
+MESSAGE = 300
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -67,7 +70,7 @@ def trial(
         problem = str(refusal)
     # One kernel that fails must not take the figures of the others with it.
     except Exception as failure:
-        problem, wrong = f"{type(failure).__name__}: {failure}", True
+        problem, wrong = f"{type(failure).__name__}: {failure}"[:MESSAGE], True
     candidate = eager = None  # type: ignore[assignment]
     free()
     return Row(op, shape, codec, kernel, timing, bytes_read, bf16_us, error, problem, wrong)

@@ -109,10 +109,7 @@ class BenchResult:
             if rows:
                 lines += [f"{title}:", "", *table(rows, self.ceiling), ""]
         lines += [f"- {label}: {choice}" for label, choice in self.choices.items()]
-        untimed = [row for row in self.rows if row.problem]
-        lines += [
-            f"- not timed: {row.codec} {row.kernel} {row.shape.label}: {visible(row.problem or '')}" for row in untimed
-        ]
+        lines += [f"- not timed: {visible(row.line())}" for row in self.rows if row.problem]
         return "\n".join([*lines, f"- {self.seconds:.0f} s in all"])
 
     def payload(self) -> dict[str, Any]:
