@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.codebook import lookup, nearest
-from kvcq.codecs.packing import PAGE_TOKENS, page_views
+from kvcq.codecs.packing import PAGE_TOKENS, pack2, pack4, page_views, unpack2, unpack4
 from kvcq.codecs.side import RHO_FLOOR
 from kvcq.codecs.uniform import FP16_MAX, encode_uniform
 from kvcq.kernels.arrays import LayerCache, Requests, SideTables, Tables
@@ -21,11 +21,8 @@ QUERY_BLOCK = 64
 
 
 def cache_views(tables: Tables, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of the pages: K bytes and V bytes uint8 ``[pages, H, 64, bytes]``, words ``[..., G, 4]``.
-
-    A side of b bits and d channels takes the bytes of a 2-bit side of d b / 2 channels.
-    """
-    return page_views(pages, tables.k.d * tables.k.bits // 2, tables.v.d * tables.v.bits // 2, tables.words)
+    """Return the parts of the pages: K bytes and V bytes uint8 ``[pages, H, 64, bytes]``, words ``[..., G, 4]``."""
+    return page_views(pages, tables.k.d, tables.v.d, tables.words, (tables.k.bits, tables.v.bits))
 
 
 def reference_rows(tables: Tables, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +129,7 @@ def encode_rows(side: SideTables, rows: Tensor, words: Tensor | None) -> tuple[T
             bound = x.abs().kthvalue(side.rank + 1, dim=-1, keepdim=True).values
             x = x.clamp(-bound, bound)
         codes, scale, bias, clamped = encode_uniform(x, side.groups, side.bits, "fp16-bias", side.spacing)
-        return _pack(codes, side.bits), scale, bias, int(clamped)
+        return (pack2(codes) if side.bits == 2 else pack4(codes)), scale, bias, int(clamped)
     rho = x.square().mean(-1, keepdim=True).sqrt().clamp(min=RHO_FLOOR)
     count = int((rho > FP16_MAX).sum())
     rho = rho.clamp(max=FP16_MAX).half()
@@ -154,10 +151,10 @@ def decode_rows(tables: Tables, pages: Tensor) -> tuple[Tensor, Tensor]:
     affine = words.double()
     book = _words(tables)
     if book is None:
-        k = _affine(_unpack(k_view, tables.k.bits), affine[..., 0], affine[..., 1], tables.k.groups)
+        k = _affine(_codes(k_view, tables.k.bits), affine[..., 0], affine[..., 1], tables.k.groups)
     else:
         k = lookup(k_view, book).double() * affine[..., :1, 0]
-    return k, _affine(_unpack(v_view, tables.v.bits), affine[..., 2], affine[..., 3], tables.v.groups)
+    return k, _affine(_codes(v_view, tables.v.bits), affine[..., 2], affine[..., 3], tables.v.groups)
 
 
 def reference_decode(
@@ -370,20 +367,11 @@ def _words(tables: Tables) -> Tensor | None:
     return coordinates.float() * tables.codebook_scale[..., None, None]
 
 
+def _codes(packed: Tensor, bits: int) -> Tensor:
+    return unpack2(packed) if bits == 2 else unpack4(packed)
+
+
 def _affine(codes: Tensor, scale: Tensor, bias: Tensor, groups: int) -> Tensor:
     """Return ``scale code + bias`` of codes ``[H, T, d]``, the first `groups` pairs ``[H, T, G]`` counting."""
     grouped = codes.double().unflatten(-1, (groups, -1))
     return (grouped * scale[..., :groups, None] + bias[..., :groups, None]).flatten(-2)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes ``[..., d]``: channel c in byte ``c mod (d bits / 8)``, the first channels in the lowest bits."""
-    packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])
-    for part, plane in enumerate(codes.chunk(8 // bits, -1)):
-        packed |= plane << (bits * part)
-    return packed
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `_pack`."""
-    return torch.cat([(packed >> (bits * part)) & (2**bits - 1) for part in range(8 // bits)], -1)

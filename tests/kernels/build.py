@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcq.codecs.codebook import snap_int8
 from kvcq.codecs.encoded import Encoded, affine_words
-from kvcq.codecs.packing import PAGE_TOKENS, block_bytes, write_tokens
+from kvcq.codecs.packing import PAGE_TOKENS, pack4, write_tokens
 from kvcq.codecs.pair import HeadCodec
 from kvcq.kernels.arrays import LayerCache, Requests, Tables
 from kvcq.kernels.reference import cache_views, reference_query
@@ -178,7 +178,7 @@ def random_requests(
 def empty_cache(tables: Tables, requests: Requests, windows: Windows, ring: int, dtype: torch.dtype) -> LayerCache:
     """A cache that holds nothing: every page, sink and ring row is NaN."""
     device, heads = requests.lengths.device, tables.heads
-    block = block_bytes(tables.k.d * tables.k.bits // 2, tables.v.d * tables.v.bits // 2, tables.words)
+    block = tables.block_bytes
     pages = torch.full((int(requests.page_table.max()) + 1, heads, block), 0xFF, dtype=torch.uint8, device=device)
 
     def rows(count: int, d: int) -> Tensor:
@@ -246,7 +246,4 @@ def _frames(case: Case) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], 
 
 
 def _bytes(coded: Encoded, bits: int) -> Tensor:
-    if bits == 2:
-        return coded.codes
-    low, high = coded.codes.chunk(2, -1)
-    return low | (high << 4)
+    return coded.codes if bits == 2 else pack4(coded.codes)
