@@ -112,3 +112,15 @@ def test_without_cuda_core_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UnavailableError, match=r"pip install 'kvcq\[cuda\]'"):
         build.core()
     build.core.cache_clear()
+
+
+def test_a_cuda_core_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("no libcuda")
+
+    monkeypatch.setattr(build, "missing", lambda: None)
+    monkeypatch.setattr(build, "import_module", broken)
+    build.core.cache_clear()
+    with pytest.raises(UnavailableError, match="does not load: no libcuda"):
+        build.core()
+    build.core.cache_clear()

@@ -108,13 +108,16 @@ def core() -> Any:
     """Return the module `cuda.core`, or what it was before it left `experimental`.
 
     Raises:
-        UnavailableError: it is not installed.
+        UnavailableError: it is not installed, or does not load.
     """
     reason = missing()
     if reason is not None:
         raise UnavailableError(reason, fix="pip install 'kvcq[cuda]'")
-    found = import_module("cuda.core")
-    return found if hasattr(found, "Program") else import_module("cuda.core.experimental")
+    try:
+        found = import_module("cuda.core")
+        return found if hasattr(found, "Program") else import_module("cuda.core.experimental")
+    except ImportError as error:
+        raise UnavailableError(f"cuda.core does not load: {error}", fix="repair it or uninstall it") from error
 
 
 @lru_cache(maxsize=64)

@@ -74,15 +74,17 @@ def decode_partials_cuda(
         cache.sink_v, cache.ring_k, cache.ring_v, requests.page_table, plan.spans, plan.items,
     )  # fmt: skip
     numbers = (tables.heads, requests.page_table.stride(0), cache.sink_k.shape[2], cache.ring)
-    toolkit.launch(
-        _stream(torch.cuda.current_stream(q.device).cuda_stream),
-        config,
-        kernel(variant, torch.cuda.get_device_capability(q.device), device),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
-        *(ctypes.c_int32(number) for number in numbers),
-        ctypes.c_float(unit),
-        ctypes.c_float(cap),
-    )
+    # Layers of one model may lie on several devices.
+    with torch.cuda.device(q.device):
+        toolkit.launch(
+            _stream(torch.cuda.current_stream(q.device).cuda_stream),
+            config,
+            kernel(variant, torch.cuda.get_device_capability(q.device), device),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+            *(ctypes.c_int32(number) for number in numbers),
+            ctypes.c_float(unit),
+            ctypes.c_float(cap),
+        )
 
 
 @lru_cache(maxsize=256)
