@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcq.errors import InputError, UnavailableError
+from kvcq.kernels.reference import reference_extend
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
 from kvcq.pipeline.bench import decode, extend, layers, write
 from kvcq.pipeline.bench.candidate import Candidate, poison
@@ -222,6 +223,17 @@ def test_what_is_timed_computes_what_it_is_compared_with(small: Callable[..., St
     check(extend.candidate(small(codec, chunk=20)))
     for chunk in (True, False):
         check(write.candidate(small(codec, fill=False), chunk=chunk))
+
+
+def test_parts_of_a_chunk_are_what_they_are_in_the_whole(small: Callable[..., Step]) -> None:
+    step = small("int2", chunk=40)
+    q, rows = layers.random_queries(step)[0], (step.random(80, 2, 64), step.random(80, 2, 64))
+    oldest = extend.oldest_by_query(110, 40, extend.WINDOWS).repeat(2)
+    starts = torch.tensor([0, 40, 80])
+    arrays = (step.tables[0], step.caches[0], step.requests, q, rows)
+    whole = reference_extend(*arrays, starts=starts, oldest=oldest, scaling=step.scaling)
+    part = extend.expected(step, q, rows, oldest, 30, 40)
+    assert torch.allclose(part, torch.cat([whole[30:40], whole[70:80]]), atol=1e-9)
 
 
 def test_a_kernel_that_leaves_something_out_is_seen(small: Callable[..., Step]) -> None:
