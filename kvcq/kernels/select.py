@@ -176,8 +176,9 @@ def choose_layer(
         or unserved(layer.d_k, layer.d_v, layer.group, layer.words)
         or (None if dtype == "bfloat16" else f"rows in {dtype}: the CUDA kernel has bfloat16")
     )
+    need = RESERVED_SHARED
     if refused is None:
-        need = Variant(layer.d_k, layer.group, layer.vq, False, shape).shared_bytes + RESERVED_SHARED
+        need += Variant(layer.d_k, layer.group, layer.vq, False, shape).shared_bytes
         if need > limits.shared_bytes:
             refused = f"{need} bytes of shared memory a block: this device has {limits.shared_bytes}"
     if refused is not None:
@@ -185,7 +186,8 @@ def choose_layer(
         programs = limits.multiprocessors * (TRITON_LATENCY if few else TRITON_THROUGHPUT)
         rows = TRITON_LATENCY_ROWS if few else TRITON_THROUGHPUT_ROWS
         return Choice("triton", refused, parts=max(programs // layer.heads, 1), exact_rows=rows)
-    parts = cuda_parts(limits.multiprocessors * shape.blocks // layer.heads, batch, windows or Windows())
+    blocks = min(shape.blocks, (limits.shared_bytes + RESERVED_SHARED) // need)
+    parts = cuda_parts(limits.multiprocessors * blocks // layer.heads, batch, windows or Windows())
     why = "vector codes: the codebook lies in shared memory" if layer.vq else "2-bit codes: measured faster than Triton"
     return Choice("cuda", why, parts=parts, exact_rows=CUDA_EXACT_ROWS, shape=shape)
 

@@ -101,6 +101,13 @@ def test_many_requests_fill_whole_rounds() -> None:
     assert chosen(layer=replace(QWEN, group=16), batch=1).parts < chosen(layer=replace(QWEN, group=16), batch=64).parts
 
 
+def test_blocks_are_counted_as_shared_memory_lets_them_run() -> None:
+    small = Limits((8, 9), 128, 101_376)
+    words = replace(QWEN, vq=True)
+    assert chosen(small, batch=64).parts == 4 * 128 * 4 // 8
+    assert chosen(small, words, batch=64).parts == 4 * 128 * 2 // 8
+
+
 def test_wide_heads_of_large_groups_run_fewer_blocks() -> None:
     assert launch_shape(128, 4, True).blocks == launch_shape(64, 8, True).blocks == 4
     assert launch_shape(128, 5, False).blocks == 3

@@ -77,7 +77,7 @@ def decode_partials_cuda(
     # Layers of one model may lie on several devices.
     with torch.cuda.device(q.device):
         toolkit.launch(
-            _stream(torch.cuda.current_stream(q.device).cuda_stream),
+            _stream(torch.cuda.current_stream(q.device).cuda_stream, device),
             config,
             kernel(variant, torch.cuda.get_device_capability(q.device), device),
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
@@ -93,5 +93,6 @@ def _config(blocks: int, variant: Variant) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _stream(handle: int) -> Any:
+def _stream(handle: int, device: int) -> Any:
+    # The default stream has the same handle on every device.
     return core().Stream.from_handle(handle)
