@@ -436,7 +436,8 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
                 for d, side_groups in ((d_k, 1 if vq else groups), (d_v, groups))
             )
             launch = choose_launch(d_k, d_v, vq)
-            for rows in (False, True):
+            # What is stored besides does not change with the geometry.
+            for rows in (False, True) if d_k == d_v == 128 else (False,):
                 constants = _constants(k, v, groups, vq, launch) | {"ROWS": rows, "WINDOWS": True, "ASM": True}
                 found.append(
                     (
