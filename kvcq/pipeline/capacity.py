@@ -80,9 +80,9 @@ def plan_capacity(request: ServeRequest, manifest: Manifest) -> Capacity:
 
 
 def startup_lines(
-    request: ServeRequest, bundle: Bundle, loaded: LoadedModel, capacity: Capacity, proof: Proof
+    request: ServeRequest, bundle: Bundle, loaded: LoadedModel, capacity: Capacity, proof: Proof, kernels: str
 ) -> list[str]:
-    """Return the table that a server prints before it is ready."""
+    """Return the table that a server prints before it is ready; `kernels` is what computes attention, and why."""
     manifest = bundle.manifest
     windows = manifest.recipe.windows
     rows = [
@@ -103,6 +103,7 @@ def startup_lines(
             f"{capacity.tokens} tokens in {size(request.memory)}, {request.max_running} requests at once; "
             f"BF16 holds {capacity.bf16_tokens}",
         ),
+        ("kernels", kernels),
         ("context", f"{capacity.context} tokens a request"),
         ("canary", f"{proof.statistic:.2f}, active"),
     ]

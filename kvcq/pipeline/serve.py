@@ -25,6 +25,7 @@ from kvcq.reports.text import plural
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.compat import Sealed, check_frame, check_model
 from kvcq.runtime.hf.cache import Host
+from kvcq.runtime.hf.kernels import describe
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 JOIN_SECONDS = 30.0
@@ -101,7 +102,7 @@ def serve(
         with Host(loaded.model, codecs, manifest.geometry, manifest.recipe.windows) as host:
             reporter.stage("proving that the bundle is on")
             proof = prove(bundle, host)
-            for line in startup_lines(request, bundle, loaded, capacity, proof):
+            for line in startup_lines(request, bundle, loaded, capacity, proof, describe(host.kernels)):
                 reporter.note(line)
             return _run(request, bundle, loaded, host, capacity, proof, template, url, bound, on_ready, reporter)
 
@@ -169,6 +170,7 @@ def _run(
         "windows": manifest.recipe.windows.plain(),
         "canary": proof.statistic,
         "semantics": "by-query",
+        "kernels": describe(host.kernels),
         "capacity_tokens": capacity.tokens,
     }
     about = About(

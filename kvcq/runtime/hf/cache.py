@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -16,8 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import InputError, MismatchError, UnsupportedError
 from kvcq.models.library import decoder_config, new_cache
+from kvcq.runtime.hf.kernels import LayerKernels, choose_kernels, describe
 from kvcq.runtime.hf.layer import LayerSetting, QuantizedLayer
-from kvcq.runtime.hf.rows import PackedRows, SimulatedRows
+from kvcq.runtime.hf.rows import PackedRows, RequestRows, Shape, SimulatedRows
 from kvcq.runtime.hf.seam import Seam
 from kvcq.runtime.hf.semantics import ByQuery, Semantics
 from kvcq.runtime.hf.slots import SlotReader
@@ -25,8 +27,12 @@ from kvcq.runtime.hf.turn import Turns
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import Windows
 
+if TYPE_CHECKING:
+    # Kernels need Triton, which is imported only where they are used.
+    from kvcq.runtime.hf.desk import Desk
+
 Mode = Literal["packed", "simulate"]
-STORES = {"packed": PackedRows, "simulate": SimulatedRows}
+STORES: dict[str, type[RequestRows]] = {"packed": PackedRows, "simulate": SimulatedRows}
 
 
 class QuantizedCache(Cache):
@@ -40,14 +46,15 @@ class QuantizedCache(Cache):
         host: What made it.
     """
 
-    def __init__(self, layers: list[CacheLayerMixin], mode: Mode, host: Host) -> None:
+    def __init__(self, layers: list[CacheLayerMixin], mode: Mode, host: Host, desk: Desk | None = None) -> None:
         super().__init__(layers=layers)
-        self.mode, self.host = mode, host
+        self.mode, self.host, self._desk = mode, host, desk
         self._first = min(number for number, layer in enumerate(layers) if isinstance(layer, QuantizedLayer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedCache:
         """Copy what is stored, as prompts that are used again need it; the copy belongs to the same host."""
-        return QuantizedCache([copy.deepcopy(layer, memo) for layer in self.layers], self.mode, self.host)
+        layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return QuantizedCache(layers, self.mode, self.host, copy.deepcopy(self._desk, memo))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -97,9 +104,23 @@ class QuantizedCache(Cache):
         """Return the quantized layers, in order."""
         return [layer for layer in self.layers if isinstance(layer, QuantizedLayer)]
 
+    @property
+    def kernels(self) -> str:
+        """One line: how many layers are read by kernels, of which kind, and why the others are not."""
+        return describe(self.host.kernels)
+
+    def expect(self, tokens: int) -> None:
+        """Say that no request will have more than `tokens` tokens: no pages are held ahead beyond them."""
+        if self._desk is not None:
+            self._desk.most = tokens
+
     def allocated_bytes(self) -> int:
-        """Return the bytes of all tensors of the quantized layers, of all requests."""
+        """Return the bytes of all tensors of the quantized layers, of all requests: what the layout says."""
         return sum(t.numel() * t.element_size() for layer in self.quantized() for t in layer.tensors())
+
+    def ahead_bytes(self) -> int:
+        """Return the bytes of pages held for tokens to come: none in torch, at most an eighth more with kernels."""
+        return sum(request.ahead_bytes() for layer in self.quantized() for request in layer.requests)
 
     def clamped(self) -> int:
         """Return how many values beyond the float16 range were clamped since the requests began."""
@@ -127,6 +148,11 @@ class Host:
         geometry: The artifact's geometry.
         windows: Exact tokens at both ends.
         mode: What its caches store.
+        kernels: None: kernels read packed caches where they can, on CUDA; False: torch does; True: kernels must, in
+            Triton's interpreter too.
+
+    Attributes:
+        kernels: What computes attention, by layer id.
 
     Raises:
         MismatchError: codecs for layers that the model caches in another way.
@@ -142,6 +168,7 @@ class Host:
         windows: Windows,
         *,
         mode: Mode = "packed",
+        kernels: bool | None = None,
     ) -> None:
         if not codecs:
             raise UnsupportedError("no layer is quantized", where="codecs", fix="use the library's own cache")
@@ -161,6 +188,7 @@ class Host:
         self._geometry = {layer.layer: layer for layer in geometry.layers}
         self._shared = Counter(layer.source for layer in geometry.layers if layer.kind == "shared")
         self._check_layers()
+        self.kernels = self._choose_kernels(kernels)
         self._seam = Seam.enter(model)
         self._close = weakref.finalize(self, self._seam.leave, model)
 
@@ -181,18 +209,19 @@ class Host:
             raise UnsupportedError("the host is closed", where="new_cache", fix="attach the model again")
         layers, reader = self._library_layers(), SlotReader()
         turns = Turns(semantics or ByQuery(), self.windows)
+        desk = self._desk()
         for number, codec in self.codecs.items():
             setting = LayerSetting(
                 self._geometry[number],
                 codec,
                 self.windows,
-                STORES[self.mode],
+                self._rows(number, desk),
                 self._seam,
                 self.active,
                 readers=1 + self._shared[number],
             )
             layers[number] = QuantizedLayer(setting, reader, turns)
-        return QuantizedCache(layers, self.mode, self)
+        return QuantizedCache(layers, self.mode, self, desk)
 
     def active(self) -> bool:
         """Return True while the model's attention comes to kvcq."""
@@ -209,6 +238,27 @@ class Host:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _choose_kernels(self, wanted: bool | None) -> dict[int, LayerKernels]:
+        if self.mode != "packed":
+            return dict.fromkeys(self.codecs, LayerKernels("torch", f"mode {self.mode}"))
+        first = next(self.model.parameters())
+        return choose_kernels(self.codecs, self._geometry, first.device, self.model.dtype, wanted=wanted)
+
+    def _desk(self) -> Desk | None:
+        if all(layer.tables is None for layer in self.kernels.values()):
+            return None
+        from kvcq.runtime.hf.desk import Desk
+
+        return Desk(self.windows, next(self.model.parameters()).device)
+
+    def _rows(self, number: int, desk: Desk | None) -> Callable[[HeadCodec, Windows, Shape], RequestRows]:
+        tables = self.kernels[number].tables
+        if tables is None or desk is None:
+            return STORES[self.mode]
+        from kvcq.runtime.hf.kernel_rows import KernelRows
+
+        return partial(KernelRows, tables=tables, desk=desk)
 
     def _library_layers(self) -> list[CacheLayerMixin]:
         cache = new_cache(self.model)

@@ -25,6 +25,7 @@ def load_cache(
     mode: Mode = "packed",
     semantics: Semantics | None = None,
     strict: bool = False,
+    kernels: bool | None = None,
 ) -> QuantizedCache:
     """Return an empty cache of a bundle for a model; pass it to ``model.generate(past_key_values=cache)``.
 
@@ -38,14 +39,17 @@ def load_cache(
         mode: ``packed``: true memory; ``simulate``: fake quantization, for comparison.
         semantics: What prefill queries read exactly; None: the window rule for every query.
         strict: Refuse other weights or another revision than the bundle was fitted on.
+        kernels: Whether kernels read a packed cache: None where they can, which is on CUDA in bfloat16 and float16;
+            ``cache.kernels`` says what was chosen and why. False: torch everywhere; True: kernels, or an error.
 
     Raises:
         CorruptArtifactError: the bundle is damaged.
         InputError: not a bundle, not a model, or not semantics.
         MismatchError: the bundle was fitted for another model.
-        UnsupportedError: the model's attention cannot be observed.
+        UnsupportedError: the model's attention cannot be observed, or `kernels` and there are none.
     """
-    return open_host(bundle, model, tokenizer=tokenizer, mode=mode, strict=strict).new_cache(semantics)
+    host = open_host(bundle, model, tokenizer=tokenizer, mode=mode, strict=strict, kernels=kernels)
+    return host.new_cache(semantics)
 
 
 def open_host(
@@ -55,6 +59,7 @@ def open_host(
     tokenizer: Any | None = None,
     mode: Mode = "packed",
     strict: bool = False,
+    kernels: bool | None = None,
 ) -> Host:
     """Attach a bundle to a model and return what makes its caches; arguments and errors as in `load_cache`.
 
@@ -73,4 +78,4 @@ def open_host(
         warnings.warn(f"{name}: {line}", stacklevel=2)
     check_frame(sealed, loaded.geometry)
     codecs = served_codecs(manifest.plan, manifest.geometry, opened.tensors, loaded.device)
-    return Host(loaded.model, codecs, manifest.geometry, manifest.recipe.windows, mode=mode)
+    return Host(loaded.model, codecs, manifest.geometry, manifest.recipe.windows, mode=mode, kernels=kernels)

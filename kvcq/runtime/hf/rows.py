@@ -119,6 +119,10 @@ class RequestRows(ABC):
     def tensors(self) -> list[Tensor]:
         """Return every tensor that this request occupies."""
 
+    def ahead_bytes(self) -> int:
+        """Return the bytes that are held beside `tensors` for tokens to come: none."""
+        return 0
+
     def check_crop(self, length: int) -> None:
         """Refuse a crop to `length` tokens that later queries would suffer from.
 
@@ -175,9 +179,7 @@ class PackedRows(RequestRows):
         first, stop = self.length, self.length + keys.shape[1]
         k, v = self.codec.encode_keys(keys), self.codec.encode_values(values)
         self._clamped = self._clamped + k.clamped + v.clamped
-        missing = -(-stop // PAGE_TOKENS) - self.pages.shape[0]
-        if missing > 0:
-            self.pages = torch.cat([self.pages, self.pages.new_zeros(missing, *self.pages.shape[1:])])
+        self._grow(stop)
         write_tokens(self._views(), first, (k.codes, v.codes, affine_words(k, v)))
         ring = self.ring[0].shape[1]
         newest = max(first, stop - ring)
@@ -226,6 +228,12 @@ class PackedRows(RequestRows):
         if self.length < pages * PAGE_TOKENS:
             for view in self._views():
                 view[-1, :, self.length % PAGE_TOKENS :] = 0
+
+    def _grow(self, tokens: int) -> None:
+        """Make `pages` reach `tokens` tokens; new ones are zero."""
+        missing = -(-tokens // PAGE_TOKENS) - self.pages.shape[0]
+        if missing > 0:
+            self.pages = torch.cat([self.pages, self.pages.new_zeros(missing, *self.pages.shape[1:])])
 
     def _views(self) -> tuple[Tensor, Tensor, Tensor]:
         return page_views(self.pages, self.shape.d_k, self.shape.d_v, self.groups)

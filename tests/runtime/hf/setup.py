@@ -50,6 +50,8 @@ def random_tensors(geometry, k, v, *, offset=1.0, seed=0):
         tensors[f"{side}.transform"] = turn
         tensors[f"{side}.offset"] = offset * draw(heads, d).float()
         words = (40 * draw(heads, d // VQ_GROUP, VQ_WORDS, VQ_GROUP)).round().clamp(-127, 127)
+        # A snapped codebook uses its whole range.
+        words[..., 0, 0] = 127
         tensors[f"{side}.codebook"] = words.to(torch.int8)
         tensors[f"{side}.codebook_scale"] = torch.full((heads, d // VQ_GROUP), 0.03)
     return tensors
@@ -68,8 +70,9 @@ def codecs_of(model, k=INT2, v=INT2, *, only=None, **options):
     return {g.layer: codec_of(g, k, v, **options) for g in layers if only is None or g.layer in only}
 
 
-def host_of(model, k=INT2, v=INT2, *, windows=WINDOWS, mode="packed", **options):
-    return Host(model, codecs_of(model, k, v, **options), plan_geometry(model), windows, mode=mode)
+def host_of(model, k=INT2, v=INT2, *, windows=WINDOWS, mode="packed", kernels=None, **options):
+    codecs = codecs_of(model, k, v, **options)
+    return Host(model, codecs, plan_geometry(model), windows, mode=mode, kernels=kernels)
 
 
 def double(model_type="llama", **overrides):

@@ -132,9 +132,9 @@ class Engine:
         return (self._ledger.pages - self._ledger.free_pages) * PAGE
 
     def cache_bytes(self) -> int:
-        """Return the bytes of all quantized rows of the running requests, as allocated."""
+        """Return the bytes of all quantized rows of the running requests, as allocated, room ahead included."""
         caches = [request.cache for request in list(self._running)]
-        return sum(cache.allocated_bytes() for cache in caches if cache is not None)
+        return sum(cache.allocated_bytes() + cache.ahead_bytes() for cache in caches if cache is not None)
 
     def submit(self, asks: Sequence[tuple[Ask, Deliver]]) -> list[Request]:
         """Take in all of some requests or none; their events are delivered from the engine's thread.
@@ -222,7 +222,9 @@ class Engine:
         """Run one forward of a request; whatever goes wrong is its own failure."""
         try:
             if request.cache is None:
-                request.begin(self._new_cache())
+                cache = self._new_cache()
+                cache.expect(request.ask.budget)
+                request.begin(cache)
             self._step(request)
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._fail(request, "memory", f"out of memory: {error}")

@@ -1,0 +1,236 @@
+"""Kernels in place of torch: the same storage and the same answers, whatever happens to a cache.
+
+On a CPU they run in Triton's interpreter; on CUDA the same laws hold in bfloat16, further apart.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+
+from kvcq.errors import UnsupportedError
+from kvcq.models.geometry import plan_geometry
+from kvcq.runtime.hf.cache import Host
+from kvcq.runtime.hf.semantics import ByQuery, Deferred, Served
+from kvcq.runtime.hf.turn import Turns
+from kvcq.runtime.layout import bits_per_element
+from kvcq.spec.boundary import Boundary
+from kvcq.spec.plan import LayerPlan
+from tests.runtime.hf.setup import (
+    INT2,
+    PAIRS,
+    VQ,
+    WINDOWS,
+    batch_forward,
+    codecs_of,
+    host_of,
+    relative,
+    run,
+)
+from tests.tiny import tiny_model, tiny_tokens
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    # Read when kernels are decorated: no host has asked for them yet.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+on_cpu = pytest.mark.skipif(CUDA, reason="kernels are compiled here, which takes CUDA tensors")
+CHUNKS = [66, 1, 3, 1]
+
+
+def tiny(family="llama", dtype=torch.float32, **options):
+    model = tiny_model(family, **options).to(dtype)
+    # The fused attention of older versions drops the softcap.
+    model.set_attn_implementation("eager")
+    return model
+
+
+def both(model, k=INT2, v=INT2, **options):
+    """Hosts of the same codecs: read by torch and by kernels."""
+    return host_of(model, k, v, kernels=False, **options), host_of(model, k, v, kernels=True, **options)
+
+
+def requests(cache):
+    return [request for layer in cache.quantized() for request in layer.requests]
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("family", "pair"),
+    [
+        ("llama", "vq"),
+        ("llama", "grouped keys"),
+        ("llama", "grouped values"),
+        ("gemma2", "int2"),
+        ("gpt_oss", "int2"),
+        ("qwen2", "int2"),
+        ("gemma3n_text", "int2"),
+    ],
+)
+def test_kernels_answer_and_store_as_torch_does(family, pair):
+    # Families: softcap, learned sinks, biases, layers that share rows.
+    layers = {"llama": 1, "qwen2": 1, "gemma2": 2, "gpt_oss": 2}
+    model, tokens = tiny(family, **({"num_hidden_layers": layers[family]} if family in layers else {})), tiny_tokens(71)
+    logits, caches = [], []
+    for host in both(model, *PAIRS[pair]):
+        with host:
+            caches.append(host.new_cache())
+            logits.append(run(model, caches[-1], tokens, CHUNKS))
+    assert relative(logits[1], logits[0]) < 3e-3
+    assert caches[0].allocated_bytes() == caches[1].allocated_bytes() and caches[1].ahead_bytes() == 0
+    for torchs, kernels in zip(*map(requests, caches), strict=True):
+        assert (torchs.length, torchs.held) == (kernels.length, kernels.held)
+        # Rows a rounding away from each other may lie on two sides of a level.
+        assert (torchs.pages != kernels.pages).float().mean() < 2e-3
+        for ours, theirs in zip(kernels.tensors()[1:], torchs.tensors()[1:], strict=True):
+            assert relative(ours, theirs) < 3e-3
+
+
+@on_cpu
+def test_what_kernels_store_does_not_depend_on_how_rows_arrive():
+    model = tiny(num_hidden_layers=1)
+    keys, values = torch.randn(2, 2, 90, 32)
+    stored = []
+    with host_of(model, kernels=True) as host:
+        for sizes in ([90], [1, 1, 88], [9, 73, 1, 1, 6]):
+            layer = host.new_cache().quantized()[0]
+            layer.lazy_initialization(torch.zeros(1, 2, 0, 32), torch.zeros(1, 2, 0, 32))
+            request, turns = layer.requests[0], Turns(ByQuery(), WINDOWS)
+            for k, v in zip(keys.split(sizes, 1), values.split(sizes, 1), strict=True):
+                turn = turns.of(0, request.length, k.shape[1])
+                request.take(k, v, turn, causal=True).close()
+            stored.append(request.tensors())
+    for other in stored[1:]:
+        assert all(map(torch.equal, stored[0], other))
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "semantics",
+    [
+        Served(),
+        Served(40, (Boundary(20, "carried"), Boundary(32, "cached"))),
+        Served(43, (Boundary(32, "carried"),)),
+        Deferred(),
+    ],
+    ids=["live", "cached", "one token of a chunk", "deferred"],
+)
+def test_semantics_are_those_of_torch(semantics):
+    # One token of a chunk reads further back than the window: it is no decode step.
+    model, tokens = tiny(num_hidden_layers=1), tiny_tokens(43)
+    logits = []
+    for host in both(model):
+        with host:
+            logits.append(run(model, host.new_cache(semantics), tokens, [20, 12, 8, 1, 2]))
+    assert relative(logits[1], logits[0]) < 1e-3
+
+
+@on_cpu
+def test_caches_are_cropped_copied_and_selected_as_in_torch():
+    model, tokens = tiny(num_hidden_layers=1), tiny_tokens(40)
+    found = []
+    for host in both(model):
+        with host:
+            cache, logits = host.new_cache(), []
+            logits.append(run(model, cache, tokens[:30]))
+            cache.crop(-12)
+            twin = copy.deepcopy(cache)
+            logits += [run(model, each, tokens[18:22], [3, 1]) for each in (cache, twin)]
+            twin.batch_repeat_interleave(3)
+            step = torch.stack([tiny_tokens(1, seed=seed) for seed in range(3)])
+            logits.append(run(model, twin, step))
+            twin.reorder_cache(torch.tensor([2, 0, 0]))
+            logits.append(run(model, twin, step))
+            twin.batch_select_indices(torch.tensor([True, False, True]))
+            logits += [run(model, twin, step[:2]), run(model, cache, step[:1])]
+            assert {request.length for request in requests(cache)} == {23}
+            found.append((logits, twin.allocated_bytes()))
+    assert found[0][1] == found[1][1]
+    for ours, theirs in zip(found[1][0], found[0][0], strict=True):
+        assert relative(ours, theirs) < 1e-3
+
+
+@on_cpu
+def test_padding_and_hidden_tokens_are_answered_as_in_torch():
+    model, tokens = tiny(num_hidden_layers=1), tiny_tokens(60).view(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :13] = 0
+    hidden = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    # No rule of positions hides a token in the middle: that forward is torch's, over what the kernels have stored.
+    hidden[0, 20] = 0
+    logits = []
+    for host in both(model):
+        with host:
+            cache = host.new_cache()
+            whole = batch_forward(model, cache, tokens[:, :29], mask[:, :29])[mask[:, :29].bool()]
+            parts = [batch_forward(model, cache, tokens[:, 29:], shown) for shown in (mask, hidden)]
+            logits.append((whole, *parts))
+    for ours, theirs in zip(*logits, strict=True):
+        assert relative(ours, theirs) < 1e-3
+
+
+@on_cpu
+def test_models_in_half_precision_keep_exact_rows_in_it():
+    model, tokens = tiny(dtype=torch.float16, num_hidden_layers=1), tiny_tokens(30)
+    logits = []
+    for host in both(model, cast=torch.bfloat16):
+        with host:
+            cache = host.new_cache()
+            logits.append(run(model, cache, tokens, [25, 1, 3, 1]))
+            assert requests(cache)[0].ring[0].dtype == (torch.float16 if logits[1:] else torch.bfloat16)
+    assert relative(logits[1], logits[0]) < 0.15
+
+
+@on_cpu
+def test_pages_are_held_ahead_in_proportion_and_not_beyond_what_is_expected():
+    model, plan = tiny(num_hidden_layers=1), [LayerPlan(layer=0, k=INT2, v=INT2)]
+    keys, values = torch.randn(2, 2, 64, 32)
+    with host_of(model, cast=torch.bfloat16, kernels=True) as host:
+        rooms = []
+        for expected in (None, 64 * 41):
+            cache = host.new_cache()
+            if expected is not None:
+                cache.expect(expected)
+            layer = cache.quantized()[0]
+            layer.lazy_initialization(torch.zeros(1, 2, 0, 32), torch.zeros(1, 2, 0, 32))
+            request, seen, ahead = layer.requests[0], [], []
+            for tokens in range(64, 64 * 42, 64):
+                request.append(keys, values)
+                seen.append(request.stored().pages.data_ptr())
+                exact = (WINDOWS.sink + WINDOWS.recent + 64) * 2 * 64 * 2
+                coded = 8 * (cache.allocated_bytes() - 2 * exact) / (tokens * 2 * 64)
+                bits = bits_per_element(plan, plan_geometry(model), WINDOWS, tokens)
+                # Served rows are of two bytes; this model's are of four.
+                assert coded == bits.codes + bits.metadata
+                ahead.append(request.ahead_bytes() / request.pages.nbytes)
+                assert expected is None or request.stored().pages.shape[0] <= 41
+            rooms.append(len(set(seen)))
+            assert 0 < max(ahead) <= 1 / 8
+            request.crop(64 * 3)
+            assert request.ahead_bytes() == 0 and not request.clone().ahead_bytes()
+        # Eight pages come one at a time; from then on every copy makes room for an eighth more.
+        assert max(rooms) < 25
+
+
+@on_cpu
+def test_what_reads_a_cache_is_told_with_the_reason():
+    model = tiny(num_hidden_layers=2)
+    for options, line in {
+        (): "torch for 2 layers (the model is on cpu)",
+        (("kernels", False),): "torch for 2 layers (kernels are switched off)",
+        (("mode", "simulate"),): "torch for 2 layers (mode simulate)",
+    }.items():
+        with host_of(model, **dict(options)) as host:
+            assert host.new_cache().kernels == line
+    with host_of(model, kernels=True) as host:
+        assert host.new_cache().kernels.startswith("triton for 2 layers (")
+    geometry = plan_geometry(model)
+    codecs = codecs_of(model, VQ, INT2)
+    # Coordinates that snapping would change are not those of the codec.
+    codecs[1].k.words.mul_(0.5)
+    codecs[1].k.words[..., 0, 0] *= 0.9
+    with pytest.raises(UnsupportedError, match=r"no kernels: a codebook is not in steps .*layer 1"):
+        Host(model, codecs, geometry, WINDOWS, kernels=True)
+    with pytest.raises(UnsupportedError, match="layer 0"):
+        host_of(tiny(num_hidden_layers=1, head_dim=40), kernels=True)
