@@ -24,6 +24,7 @@ from kvcq.kernels.plan import Partials, Plan
 
 LOG2E = 1.4426950408889634
 MAX_GROUP = 16
+NARROW_HEAD = 64
 WIDE_HEAD = 128
 
 
@@ -56,8 +57,10 @@ def launch_table(d_k: int, d_v: int, group: int, vq: bool) -> Launch:
     wide = max(d_k, d_v) > WIDE_HEAD
     heads = min(power_of_two(group), 4 if wide else 8)
     tokens = PAGE_TOKENS // 2 if wide and (vq or heads > 2) else PAGE_TOKENS
+    # Loads of narrow rows are too short to pipeline beside the arithmetic of eight heads.
+    narrow = max(d_k, d_v) <= NARROW_HEAD and heads > 4
     # With 128 registers sixteen warps run on an SM.
-    return Launch(heads=heads, tokens=tokens, rows=16, stages=1 if vq else 2, registers=None if wide else 128)
+    return Launch(heads=heads, tokens=tokens, rows=16, stages=1 if vq or narrow else 2, registers=None if wide else 128)
 
 
 def decode_partials(

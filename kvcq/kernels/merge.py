@@ -30,7 +30,7 @@ LOG2E = math.log2(math.e)
 MAX_GROUP = 16
 
 # Rows are query heads of requests. From so many on, one launch whose programs share a read of R_V is faster.
-JOINED_ROWS = 2048
+JOINED_ROWS = 1024
 
 # One launch: rows of a program, items whose loads are in flight at once, warps.
 JOIN_ROWS, JOIN_ITEMS, JOIN_WARPS = 16, 4, 8

@@ -4,9 +4,10 @@ Measured on an H200 (132 multiprocessors, 32 query and 8 KV heads of 128 channel
 microseconds a layer)::
 
     batch, context      CUDA INT2   Triton INT2   CUDA VQ   Triton VQ
-    32, 32768                 172           220       224         520
-    32, 8192                   61            77         -         153
-    128, 8192                 199           240         -         540
+    1, 100000                  25            32        32          54
+    32, 8192                   61            74         -         140
+    32, 32768                 175           198       231         448
+    128, 8192                 197           221         -         476
 
 The CUDA kernels are the faster ones wherever they exist, so what decides is whether they can run.
 """
@@ -48,10 +49,9 @@ CUDA_EXACT_ROWS = 320
 # start at once costs least; above, whole requests a block would leave multiprocessors idle at the end.
 ROUNDS_BATCH, ROUNDS = 12, 4
 
-# Programs of one warp a multiprocessor, and exact rows of an item: for small batches and for others.
-TRITON_LATENCY, TRITON_LATENCY_ROWS = 8, 32
-TRITON_THROUGHPUT, TRITON_THROUGHPUT_ROWS = 32, 160
-TRITON_LATENCY_BATCH = 4
+# Programs of one warp a multiprocessor and exact rows of an item, by the smallest batch that they are for. Sixteen
+# warps run at once: larger batches are cut into several rounds, which even out at the end.
+TRITON_CUTS = ((32, 64, 160), (5, 32, 160), (1, 16, 32))
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,9 @@ def choose_layer(
         if need > limits.shared_bytes:
             refused = f"{need} bytes of shared memory a block: this device has {limits.shared_bytes}"
     if refused is not None:
-        few = batch <= TRITON_LATENCY_BATCH
-        programs = limits.multiprocessors * (TRITON_LATENCY if few else TRITON_THROUGHPUT)
-        rows = TRITON_LATENCY_ROWS if few else TRITON_THROUGHPUT_ROWS
-        return Choice("triton", refused, parts=max(programs // layer.heads, 1), exact_rows=rows)
+        _, warps, rows = next(cut for cut in TRITON_CUTS if batch >= cut[0])
+        parts = max(limits.multiprocessors * warps // layer.heads, 1)
+        return Choice("triton", refused, parts=parts, exact_rows=rows)
     blocks = min(shape.blocks, (limits.shared_bytes + RESERVED_SHARED) // need)
     parts = cuda_parts(limits.multiprocessors * blocks // layer.heads, batch, windows or Windows())
     why = "vector codes: the codebook lies in shared memory" if layer.vq else "2-bit codes: measured faster than Triton"
