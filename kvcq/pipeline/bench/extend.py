@@ -42,7 +42,8 @@ def candidate(step: Step) -> Candidate:
     shape, requests = step.shape, step.requests
     tokens = shape.batch * shape.chunk
     queries = random_queries(step)
-    pairs = [tuple(step.random(tokens, shape.heads, shape.d) for _ in range(2)) for _ in step.caches]
+    size = (tokens, shape.heads, shape.d)
+    pairs = [(step.random(*size), step.random(*size)) for _ in step.caches]
     starts = torch.arange(0, tokens + 1, shape.chunk, dtype=torch.int32, device=step.device)
     oldest = oldest_by_query(shape.context - shape.chunk, shape.chunk, WINDOWS).repeat(shape.batch)
     oldest = oldest.to(step.device, torch.int32)
