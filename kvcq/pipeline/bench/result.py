@@ -66,7 +66,8 @@ class Row:
     def line(self) -> str:
         """Return the row in one line."""
         figure = self.problem if self.timing is None else f"{self.timing.us:.1f} us"
-        return f"{self.op} {self.shape.label} {self.codec} {self.kernel}: {figure}"
+        error = "" if self.error is None or self.problem else f", error {self.error:.1e}"
+        return f"{self.op} {self.shape.label} {self.codec} {self.kernel}: {figure}{error}"
 
 
 @dataclass
