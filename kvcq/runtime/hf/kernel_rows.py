@@ -54,6 +54,7 @@ class KernelRows(PackedRows):
         twin.desk = copy.deepcopy(self.desk, memo)
         return twin
 
+    @torch.no_grad()
     def take(self, keys: Tensor, values: Tensor, turn: Turn, *, causal: bool) -> Reading:
         """Store the rows of new tokens by kernels, unless their queries see by another rule than causality."""
         self._settle()
@@ -143,6 +144,7 @@ class KernelReading(Reading):
     def __init__(self, rows: KernelRows, step: Step, own: Pair | None) -> None:
         self._rows, self._step, self._own = rows, step, own
 
+    @torch.no_grad()
     def attend(
         self, query: Tensor, visible: Tensor | None, *, scaling: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import Tables
+from kvcq.kernels.limits import device_limits
 from kvcq.kernels.select import choose
 from kvcq.spec.geometry import LayerGeometry
 
@@ -93,9 +94,6 @@ def _choose(codec: HeadCodec, layer: LayerGeometry, device: torch.device, dtype:
         return LayerKernels("torch", str(error))
     if not _same_words(tables, codec):
         return LayerKernels("torch", "a codebook is not in steps of 1/127 of its largest coordinate")
-    # Triton is imported here, where it is known to be of use.
-    from kvcq.kernels.attention import device_limits
-
     limits = device_limits(device)
     choice = choose(
         limits.capability,

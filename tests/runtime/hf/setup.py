@@ -57,11 +57,10 @@ def random_tensors(geometry, k, v, *, offset=1.0, seed=0):
     return tensors
 
 
-def codec_of(geometry, k=INT2, v=INT2, *, cast=None, **options):
+def codec_of(geometry, k=INT2, v=INT2, *, cast=None, device="cpu", **options):
     """A random codec of one layer; keys keep their exact form in float32 or float64 unless `cast` says otherwise."""
-    return HeadCodec.build(
-        LayerPlan(layer=geometry.layer, k=k, v=v), geometry, random_tensors(geometry, k, v, **options), cast=cast
-    )
+    tensors = random_tensors(geometry, k, v, **options)
+    return HeadCodec.build(LayerPlan(layer=geometry.layer, k=k, v=v), geometry, tensors, cast=cast, device=device)
 
 
 def codecs_of(model, k=INT2, v=INT2, *, only=None, **options):

@@ -23,6 +23,7 @@ from tests.runtime.hf.setup import (
     VQ,
     WINDOWS,
     batch_forward,
+    codec_of,
     codecs_of,
     host_of,
     relative,
@@ -102,7 +103,10 @@ def test_what_kernels_store_does_not_depend_on_how_rows_arrive():
                 request.take(k, v, turn, causal=True).close()
             stored.append(request.tensors())
     for other in stored[1:]:
-        assert all(map(torch.equal, stored[0], other))
+        assert torch.equal(stored[0][0], other[0])
+        # The interpreter's products end in other bits for tiles of other sizes.
+        for ours, theirs in zip(other[1:], stored[0][1:], strict=True):
+            assert relative(ours, theirs) < 1e-6
 
 
 @on_cpu
@@ -234,3 +238,23 @@ def test_what_reads_a_cache_is_told_with_the_reason():
         Host(model, codecs, geometry, WINDOWS, kernels=True)
     with pytest.raises(UnsupportedError, match="layer 0"):
         host_of(tiny(num_hidden_layers=1, head_dim=40), kernels=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize("pair", ["int2", "grouped keys", "vq"])
+def test_on_a_gpu_kernels_are_chosen_and_answer_as_torch_does(family, pair):
+    model, tokens = tiny(family, torch.bfloat16).cuda(), tiny_tokens(400)
+    logits = []
+    for wanted in (False, None):
+        codecs = {
+            layer.layer: codec_of(layer, *PAIRS[pair], cast=torch.bfloat16, device="cuda")
+            for layer in plan_geometry(model).quantizable()
+        }
+        with Host(model, codecs, plan_geometry(model), WINDOWS, kernels=wanted) as host:
+            cache = host.new_cache()
+            assert cache.kernels.startswith("torch") == (wanted is False)
+            logits.append(run(model, cache, tokens, [300, 1, 1, 97, 1]))
+    # In bfloat16 some codes of later layers fall on the other side of a level.
+    assert relative(logits[1], logits[0]) < 0.15
