@@ -13,7 +13,8 @@ import torch
 from kvcq.errors import InputError, UnavailableError
 from kvcq.kernels.reference import reference_extend
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
-from kvcq.pipeline.bench import decode, extend, layers, write
+from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, write
+from kvcq.pipeline.bench.baselines import Baseline
 from kvcq.pipeline.bench.candidate import Candidate, poison
 from kvcq.pipeline.bench.layers import Step
 from kvcq.pipeline.bench.peers import load_peers
@@ -33,6 +34,7 @@ from kvcq.pipeline.bench.shapes import (
     parse_shapes,
 )
 from kvcq.pipeline.bench.timing import Timing
+from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.requests import BenchRequest
 from kvcq.runtime.layout import page_bytes
 from kvcq.spec.codec import CodecSpec
@@ -242,6 +244,42 @@ def test_a_kernel_that_leaves_something_out_is_seen(small: Callable[..., Step]) 
     found = decode.candidate(step, queries, "triton", True, decode.expected(step, queries[0], True))
     poison(found.outs)
     assert found.error() == math.inf
+
+
+@CPU_ONLY
+def test_a_run_joins_baselines_kernels_and_peers(
+    small: Callable[..., Step], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(codec: str, shape: Shape, count: int, *, fill: bool = True) -> Step:
+        return layers.build_step(codec, shape, min(count, 2), fill=fill, device="cpu", dtype=torch.float16)
+
+    def once(calls: list[Callable[[], object]], repeats: int, captured: Callable[[], object] = dict) -> Timing:
+        captured()
+        for call in calls:
+            call()
+        return Timing(10.0, 9.0, 11.0, len(calls))
+
+    for module in (decode, extend, write):
+        monkeypatch.setattr(module, "build_step", build)
+    for module in (candidate, measure):
+        monkeypatch.setattr(module, "time_calls", once)
+        monkeypatch.setattr(module, "free", lambda: None)
+    monkeypatch.setattr(measure, "read_ceiling", lambda repeats: (4500.0, [4500.0]))
+    monkeypatch.setattr(measure, "describe_device", lambda: {"device": "none"})
+    monkeypatch.setattr(measure, "baselines", lambda *_: [Baseline("a library", Timing(60.0, 60.0, 60.0, 1))])
+    peer = tmp_path / "peer.py"
+    peer.write_text("def prepare(shape):\n    return lambda: None\n")
+    shape = Shape(2, 150, 64, 4, 2)
+    plan = [("decode", shape), ("append", shape), ("extend", Shape(1, 150, 64, 4, 2, chunk=20))]
+    result = measure.measure(BenchRequest(codecs=("int2",), peers=(f"mine={peer}",)), plan, SILENT)
+    assert not result.wrong and list(result.choices) == ["int2 2x150@64:4/2"]
+    found = {(row.op, row.codec, row.kernel): row.ratio for row in result.rows if row.timing}
+    for key in (("decode", "int2", "triton"), ("append", "int2", "triton"), ("peer", "-", "mine")):
+        assert found[key] == 6.0
+    assert found["extend", "bf16", "a library"] == 1.0
+    (refused,) = (row for row in result.rows if row.kernel == "cuda")
+    assert refused.timing is None and refused.problem and not refused.wrong
+    assert "not timed: decode 2x150@64:4/2 int2 cuda" in result.text()
 
 
 @pytest.mark.gpu
