@@ -174,4 +174,4 @@ def test_the_command_tells_when_it_is_ready_and_ends_with_its_signal(tiny, numbe
     assert "nova.kvcq, nova, digest" in table["bundle"] and "192 bytes a token, 1024 in BF16" in table["cache"]
     assert table["layers"] == "layers: 0-3 (full): K group_vq 2 bit metric, V uniform 2 bit orthogonal"
     assert "active" in table["canary"] and "Traceback" not in told
-    assert table["kernels"].startswith("torch for 4 layers (the model is on cpu")
+    assert table["kernels"].startswith("kernels: torch for 4 layers (the model is on cpu)")
