@@ -1,0 +1,184 @@
+"""What the plugin refuses, each with the flag, the reason and what is legal.
+
+`refusals` is a pure function: ``kvcq serve`` asks before it launches anything, the plugin asks again inside the server,
+after SGLang's own checks, when every flag has its final value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcq.errors import UnsupportedError, shown
+from kvcq.runtime.sglang.facts import TRAITS, ModelFacts
+from kvcq.runtime.sglang.flags import BACKEND, MAX_REQUESTS, PLUGINS, RULES, SWITCHES
+from kvcq.runtime.sglang.versions import INSTEAD
+from kvcq.spec.geometry import LayerGeometry, ModelGeometry, RopeSpec
+from kvcq.spec.plan import LayerPlan
+
+OFF = ("", "0", "false", "no", "n")
+FIELDS = ("q_heads", "kv_heads", "d_k", "d_v")
+# Frequencies differ in their last bits between devices.
+CLOSE = 1e-4
+REQUESTS = "--max-running-requests"
+RANKS = "--tp-size"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that is not served.
+
+    Args:
+        flag: The flag, environment variable or part of the model at fault.
+        reason: Why, without a final full stop.
+        remedy: What is legal.
+    """
+
+    flag: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.flag}: {self.reason}; {self.remedy}"
+
+
+def refusals(
+    args: Any,
+    model: ModelFacts,
+    *,
+    geometry: ModelGeometry | None = None,
+    plan: Sequence[LayerPlan] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Refusal, ...]:
+    """Return everything that 2-bit pages do not serve, in a fixed order.
+
+    Args:
+        args: Fields of SGLang's ``ServerArgs``; those that it lacks count as left out.
+        model: The model that will be loaded, with its overrides.
+        geometry: The model that the bundle was fitted on; None leaves the comparison out.
+        plan: The bundle's layers; empty leaves them out.
+        environment: Variables of the process; None leaves them out.
+    """
+    found = [*_flags(args), *_requests(args), *_dtype(args, model), *_model(model), *_ranks(args, model)]
+    found += _uncoded(plan)
+    if geometry is not None:
+        found += _shape(model, geometry)
+        found += _rotary(model, geometry)
+    if environment is not None:
+        found += _environment(environment)
+    return tuple(found)
+
+
+def refuse(found: Sequence[Refusal]) -> None:
+    """Raise where something is refused; the line holds the first, and how many more there are.
+
+    Raises:
+        UnsupportedError: `found` is not empty.
+    """
+    if found:
+        first, more = found[0], f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise UnsupportedError(f"{first.reason}{more}", where=first.flag, fix=f"{first.remedy}, {INSTEAD}")
+
+
+def _flags(args: Any) -> Iterator[Refusal]:
+    for rule in RULES:
+        value = getattr(args, rule.field, rule.legal[0])
+        # bool is an int in Python: a switch of True must not pass as the number 1.
+        if not any(value is legal or (type(value) is type(legal) and value == legal) for legal in rule.legal):
+            given = rule.flag if value is True else f"{rule.flag} {shown(value)}"
+            yield Refusal(given, rule.reason, rule.remedy)
+
+
+def _requests(args: Any) -> Iterator[Refusal]:
+    count = getattr(args, "max_running_requests", None)
+    if not isinstance(count, int) or not 1 <= count <= MAX_REQUESTS:
+        reason = "exact rows are reserved for each running request, so their number must be set"
+        yield Refusal(f"{REQUESTS} {shown(count)}", reason, f"{REQUESTS} 1 to {MAX_REQUESTS}")
+
+
+def _dtype(args: Any, model: ModelFacts) -> Iterator[Refusal]:
+    if getattr(args, "dtype", "auto") == "auto" and model.dtype != "bfloat16":
+        reason = f"exact rows and queries are bfloat16, and this checkpoint runs in {model.dtype}"
+        yield Refusal("--dtype auto", reason, "--dtype bfloat16")
+
+
+def _model(model: ModelFacts) -> Iterator[Refusal]:
+    for trait, reason in TRAITS.items():
+        if trait in model.traits:
+            yield Refusal(model.name, reason, "serve a model of full-attention layers that are alike")
+
+
+def _ranks(args: Any, model: ModelFacts) -> Iterator[Refusal]:
+    ranks = getattr(args, "tp_size", 1)
+    legal = [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == 0 and model.q_heads % n == 0]
+    if ranks not in legal:
+        reason = f"each rank holds whole KV heads, and {model.name} has {model.kv_heads}"
+        yield Refusal(f"{RANKS} {shown(ranks)}", reason, f"{RANKS} {' or '.join(map(str, legal))}")
+
+
+def _uncoded(plan: Sequence[LayerPlan]) -> Iterator[Refusal]:
+    plain = [entry.layer for entry in plan if not entry.quantized]
+    if plain:
+        layers = ", ".join(map(str, plain[:8])) + (", ..." if len(plain) > 8 else "")
+        yield Refusal(f"layers {layers}", "the bundle leaves them BF16, and a pool has one layout", "fit every layer")
+
+
+def _shape(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
+    remedy = "collect and fit for this model"
+    if len(geometry.layers) != model.layers:
+        reason = f"the bundle was fitted on {len(geometry.layers)} layers, the model has {model.layers}"
+        yield Refusal(model.name, reason, remedy)
+        return
+    for layer in geometry.layers:
+        if layer.kind != "full":
+            yield Refusal(f"layer {layer.layer}", f"the bundle holds it as {layer.kind} attention", remedy)
+            return
+        for name in FIELDS:
+            ours, theirs = getattr(layer, name), getattr(model, name)
+            if ours != theirs:
+                reason = f"{name} is {ours} in the bundle, {theirs} in the model"
+                yield Refusal(f"layer {layer.layer}", reason, remedy)
+                return
+
+
+def _rotary(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
+    """Compare kinds of RoPE, and frequencies where the configuration alone gives them."""
+    remedy = "leave RoPE overrides out, or collect and fit with them"
+    if lengths := geometry.length_regimes():
+        reason = f"the length of the sequence selects its frequencies ({', '.join(lengths)}), which pages do not follow"
+        yield Refusal(f"{model.name} RoPE", reason, "serve a model of one RoPE regime")
+        return
+    kind = str(model.rope.get("rope_type", "none"))
+    regimes = sorted({rope.regime for rope in geometry.ropes}) or ["none"]
+    if regimes != [kind]:
+        reason = f"the bundle was fitted with {', '.join(regimes)} positions, the model has {kind}"
+        yield Refusal(f"{model.name} RoPE", reason, remedy)
+        return
+    for layer in geometry.layers:
+        rope = geometry.rope_of(layer)
+        if rope is not None and kind == "default" and not _same_frequencies(rope, layer, model.rope):
+            theta = model.rope["rope_theta"]
+            reason = f"the bundle was fitted with other frequencies than those of rope_theta {theta}"
+            yield Refusal(f"layer {layer.layer} RoPE", reason, remedy)
+            return
+
+
+def _same_frequencies(rope: RopeSpec, layer: LayerGeometry, stated: Mapping[str, Any]) -> bool:
+    """Compare with ``theta^(-2 i / dims)``; a partial rotation must turn as many channels as the model states."""
+    dims = int(layer.d_k * float(stated.get("partial_rotary_factor", 1.0)))
+    theta = float(stated["rope_theta"])
+    wanted = [theta ** (-2 * index / dims) for index in range(dims // 2)]
+    return len(wanted) == len(rope.inv_freq) and all(
+        math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(wanted, rope.inv_freq, strict=True)
+    )
+
+
+def _environment(environment: Mapping[str, str]) -> Iterator[Refusal]:
+    for name, reason in SWITCHES.items():
+        if environment.get(name, "").lower() not in OFF:
+            yield Refusal(name, reason, f"unset {name}")
+    allowed = [entry.strip() for entry in environment.get(PLUGINS, "").split(",") if entry.strip()]
+    if allowed and BACKEND not in allowed:
+        yield Refusal(PLUGINS, "SGLang would not load the plugin", f"add {BACKEND} to {PLUGINS}")
