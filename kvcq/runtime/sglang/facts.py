@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -73,7 +73,7 @@ class ModelFacts:
     d_v: int
     dtype: str = "bfloat16"
     traits: frozenset[str] = frozenset()
-    rope: Mapping[str, Any] = MappingProxyType({})
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 def model_facts(config: Mapping[str, Any], sglang: Any = None) -> ModelFacts:
