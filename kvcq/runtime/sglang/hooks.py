@@ -117,6 +117,14 @@ HOOKS = (
         None,
         "sink rows would never be given back",
     ),
+    Hook(
+        "sink_clear",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
+        "after",
+        ("self",),
+        None,
+        "sink rows of other weights could outlive a flush of the cache",
+    ),
 )
 
 
