@@ -135,6 +135,16 @@ SWITCHES = {
 PLUGINS = "SGLANG_PLUGINS"
 
 
+def environment(envs: Any) -> dict[str, str]:
+    """Return the variables above as SGLang itself reads them.
+
+    Args:
+        envs: ``sglang.srt.environ.envs``; a release without a variable does not read it either.
+    """
+    names = [name for name in (*SWITCHES, PLUGINS) if hasattr(envs, name)]
+    return {name: "" if (value := getattr(envs, name).get()) is None else str(value) for name in names}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message, where="arguments for SGLang", fix="write the flag out as SGLang does")

@@ -198,7 +198,7 @@ def _fault(hook: Hook, function: Callable[..., Any]) -> str | None:
 def _wrappers(live: Any) -> Iterator[Any]:
     """Yield what the wrappers around a function hold: SGLang's wrapper closes over the hook that it calls."""
     while hasattr(live, "__wrapped__"):
-        yield from inspect.getclosurevars(live).nonlocals.values()
+        yield from (cell.cell_contents for cell in getattr(live, "__closure__", None) or ())
         live = live.__wrapped__
 
 
