@@ -14,7 +14,6 @@ import torch
 from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.kernels.arrays import LayerCache
 from kvcq.runtime.layout import PAGE
-from kvcq.runtime.sglang.admission import install
 from kvcq.runtime.sglang.configurator import PoolPlan, check_host
 from kvcq.runtime.sglang.store import SinkStore
 from kvcq.runtime.sglang.windows import WindowBuffers
@@ -96,7 +95,6 @@ def make_pool_class(plan: PoolPlan, served: torch.dtype = torch.bfloat16) -> typ
                 device=device,
             )
             self.store = SinkStore(self.plan.windows, self.plan.rows, self.plan.entries)
-            install(self.store)
             self.mem_usage = self.get_kv_size_bytes() / _GIB
 
         @property

@@ -11,15 +11,16 @@ The key is ``(extra_key, first S token ids)``; an input embedding has no key and
 
 A row's sinks exist once its forward has run, so they are copied into the entry before the next prefill; the row keeps
 them that long, whoever owns it, because only a prefill writes there. The entry is found from the moment the forward
-was started: what finds it is started later, on the same stream. An entry named by a copy to come is pinned; otherwise
-the one unused for longest gives way. Everything follows from the order of calls, so all ranks decide alike.
+was started: what finds it is started later, on the same stream. Where none is free the entry unused for longest gives
+way, though not before all hits of the batch have named theirs; copies are carried out in the order in which they were
+decided, so one to come may still name it. Everything follows from the order of calls: all ranks decide alike.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcq.runtime.layout import PAGE
@@ -35,7 +36,7 @@ class Prefill:
     Attributes:
         row: Its row, ``req_pool_idx``.
         name: Its id, to tell it from the row's owners before it.
-        ids: Its tokens, the first S of them if there are so many.
+        ids: All tokens known of it, the prompt first.
         prefix: Tokens that were there before this forward: reused, or computed by earlier chunks.
         end: Tokens that are there after it.
         extra_key: What besides tokens must agree to share a prefix.
@@ -68,7 +69,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What is in use: rows of running requests, entries that copies to come name, entries that may give way."""
+    """What is in use: rows of running requests, entries that copies to come name, other entries with sinks."""
 
     rows: int
     pinned: int
@@ -122,7 +123,8 @@ class SinkStore:
     @property
     def occupancy(self) -> Occupancy:
         """Rows and entries in use."""
-        pinned = len(set(self._pinned()))
+        copies = (*self._decided.values(), *self._under_way, *self._due)
+        pinned = len({*(copy.entry for copy in copies), *(entry for entry, _ in self._restore)})
         return Occupancy(len(self._bound), pinned, self.entries - len(self._free) - pinned)
 
     def cap(self, input_len: int, ids: Sequence[int], extra_key: str | None = None, private: bool = False) -> int:
@@ -150,7 +152,7 @@ class SinkStore:
         """
         self._due += self._under_way
         self._under_way = []
-        # All hits are pinned before any entry is taken from somebody.
+        # All hits name their entries before any entry is taken from its key.
         for request in batch:
             self._begin(request)
         for request in batch:
@@ -196,8 +198,6 @@ class SinkStore:
         held = [*self._free, *self._found.values(), *(copy.entry for copy in self._decided.values())]
         if sorted(held) != list(range(self.entries)):
             raise RuntimeError(f"{self.entries} entries of sinks, but {sorted(held)} are accounted for")
-        if stray := set(self._pinned()) & set(self._free):
-            raise RuntimeError(f"entries {sorted(stray)} are free, but copies to come name them")
 
     def _begin(self, request: Prefill) -> None:
         row = request.row
@@ -211,6 +211,11 @@ class SinkStore:
         has_key = self.windows.sink and not request.private and len(request.ids) >= self.windows.sink
         key = self._key(request.ids, request.extra_key) if has_key else None
         bound = _Bound(request.name, key, settled=key is None)
+        if request.prefix and request.prefix > len(request.ids) - self.windows.recent:
+            raise RuntimeError(
+                f"request {request.name} reuses {request.prefix} of {len(request.ids)} tokens, the last "
+                f"{self.windows.recent} are to be computed"
+            )
         if request.prefix and self.windows.sink:
             if key is None or key not in self._found:
                 raise RuntimeError(
@@ -238,17 +243,7 @@ class SinkStore:
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        pinned = set(self._pinned())
-        for key, entry in self._found.items():
-            if entry not in pinned:
-                del self._found[key]
-                return entry
-        return None
-
-    def _pinned(self) -> Iterator[int]:
-        yield from (entry for entry, _ in self._restore)
-        yield from (copy.entry for copy in self._decided.values())
-        yield from (copy.entry for copy in (*self._under_way, *self._due))
+        return self._found.popitem(last=False)[1] if self._found else None
 
     def _key(self, ids: Sequence[int], extra_key: str | None) -> Key:
         return extra_key, array("q", ids[: self.windows.sink]).tobytes()
