@@ -125,6 +125,14 @@ HOOKS = (
         None,
         "sink rows of other weights could outlive a flush of the cache",
     ),
+    Hook(
+        "report",
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "after",
+        ("self", "recv_req"),
+        None,
+        "a server could not tell which bundle it serves",
+    ),
 )
 
 

@@ -27,7 +27,8 @@ def functions():
         "match_cap": lambda original, self, input_len: min(original(self, input_len), 5),
         "sink_bind": lambda result, self, reqs: ("bound", result),
         "sink_unpin": lambda self, req: None,
-        "sink_clear": lambda self: None,
+        "sink_clear": lambda result, self: None,
+        "report": lambda result, self, recv_req: ("told", result),
     }
 
 
@@ -44,7 +45,7 @@ def stand_in(monkeypatch, sources):
         return sys.modules[name]
 
     registry = module(REGISTRY)
-    exec(compile(sources.text(REGISTRY), REGISTRY, "exec"), registry.__dict__)
+    exec(compile(sources.text(REGISTRY), REGISTRY, "exec"), registry.__dict__)  # noqa: S102
     for hook in hooks(sources.version):
         parts = hook.target.split(".")
         cut = next(n for n in range(len(parts) - 1, 0, -1) if sources.has(".".join(parts[:n])))
@@ -59,7 +60,7 @@ def stand_in(monkeypatch, sources):
                 argument.annotation = None
         plain = f"def {parts[-1]}({ast.unparse(real.args)}): return 'plain'"
         scope = {}
-        exec(plain, scope)
+        exec(plain, scope)  # noqa: S102
         setattr(owner, parts[-1], scope[parts[-1]])
     return registry
 
@@ -155,6 +156,30 @@ def test_slots_of_requests_are_given_and_taken_by_the_hooked_functions(sources):
         if "free_slots" in ast.unparse(sources.find(f"{pool}.{name}"))
     }
     assert touching == {"alloc", "free", "available_size", "clear"}
+
+
+def test_the_state_of_a_scheduler_is_asked_through_the_hooked_function(sources):
+    text = sources.text("sglang.srt.managers.scheduler")
+    assert "(GetInternalStateReq, self.get_internal_state)" in text
+    returned = sources.calls("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "GetInternalStateReqOutput")
+    assert [word.arg for call in returned for word in call.keywords] == ["internal_state"]
+
+
+def test_row_and_page_zero_are_nobodys(sources):
+    pool = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+    assert "list(range(1, self._alloc_size))" in ast.unparse(sources.find(f"{pool}.clear"))
+    assert "self._alloc_size = size + 1" in ast.unparse(sources.find(f"{pool}.__init__"))
+
+
+def test_models_write_into_a_pool_themselves_only_if_it_is_bfloat16(sources):
+    body = ast.unparse(sources.find("sglang.srt.models.utils.enable_fused_set_kv_buffer"))
+    assert "_is_cuda and pool.dtype == torch.bfloat16" in body
+
+
+def test_the_names_of_backends_are_open(sources):
+    assert sources.parameters("sglang.srt.server_args.add_attention_backend_choices") == ["choices"]
+    registry = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
+    assert sources.parameters(registry) == ["name"]
 
 
 def test_a_pool_exists_before_the_backend_that_reads_it(sources):
