@@ -37,8 +37,8 @@ def build_identity(model: PreTrainedModel, tokenizer: Any | None, geometry: Mode
     return Identity(
         geometry=geometry_digest(geometry, getattr(config, "rope_parameters", None)),
         vocabulary=NO_VOCABULARY if tokenizer is None else vocabulary_digest(tokenizer),
-        norms=_flags(config, NORM_FLAGS),
-        biases=_flags(config, BIAS_FLAGS),
+        norms=stated_flags(config, NORM_FLAGS),
+        biases=stated_flags(config, BIAS_FLAGS),
     )
 
 
@@ -94,7 +94,7 @@ def _weight_files(paths: Iterable[Path]) -> Iterable[WeightFile]:
         )
 
 
-def _flags(config: Any, names: tuple[str, ...]) -> dict[str, bool | str | float | None]:
+def stated_flags(config: Any, names: tuple[str, ...]) -> dict[str, bool | str | float | None]:
     """Read the flags that are set; GGUF holds an epsilon as float32, so numbers keep six digits."""
     fields = config.to_dict()
     found = {name: fields[name] for name in names if isinstance(fields.get(name), bool | str | float)}

@@ -1,0 +1,212 @@
+"""What is refused before anything is started: each with its exit code, in one line, within five seconds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kvcq.errors import CorruptArtifactError, InputError, MismatchError, ResourceError, UnavailableError
+from kvcq.pipeline.serve_sglang import serve_sglang
+from kvcq.pipeline.sglang import machine as machines
+from kvcq.pipeline.sglang.machine import Gpu, Machine, check_gpus, cuda_devices, this_machine
+from tests.chain import python
+from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, Told, request_of
+from tests.tiny import save_tiny
+
+SECONDS = 5.0
+H200 = Gpu("NVIDIA H200", 140 << 30, (9, 0))
+
+
+@pytest.fixture
+def refused(tiny, monkeypatch):
+    """Serve, and return the error; nothing may be started."""
+
+    def started(*_):
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("kvcq.pipeline.sglang.running.Child", started)
+
+    def run(kind, *arguments, machine=MACHINE, **options):
+        begun = time.process_time()
+        with pytest.raises(kind) as caught:
+            serve_sglang(request_of(tiny, *arguments, **options), Told(), pytest.fail, machine=machine)
+        assert time.process_time() - begun < SECONDS
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return run
+
+
+def test_another_model_is_refused(refused, tmp_path):
+    other = save_tiny(tmp_path / "other", num_hidden_layers=3)
+    assert "fitted for another model: geometry differ" in refused(MismatchError, model=str(other))
+
+
+def test_other_weights_are_refused_if_strict(refused, tmp_path):
+    other = save_tiny(tmp_path / "other", seed=7)
+    assert "other weights" in refused(MismatchError, model=str(other), strict=True)
+
+
+def test_rope_overrides_are_refused(refused):
+    text = '{"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}'
+    assert "geometry differ" in refused(MismatchError, "--json-model-override-args", text)
+
+
+def test_a_damaged_bundle_is_refused(refused, tiny, tmp_path):
+    copy = tmp_path / "damaged.kvcq"
+    shutil.copytree(tiny.folder / "nova.kvcq", copy)
+    data = bytearray((copy / "kvcq.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "kvcq.safetensors").write_bytes(data)
+    refused(CorruptArtifactError, bundle=copy)
+
+
+def test_a_fit_is_no_bundle(refused, tiny):
+    assert "not a bundle" in refused(InputError, bundle=tiny.fits["nova"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--speculative-algorithm", "EAGLE"), "--speculative-algorithm"),
+        (("--enable-hierarchical-cache",), "--enable-hierarchical-cache"),
+        (("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype"),
+        (("--enable-mixed-chunk",), "--enable-mixed-chunk"),
+        (("--disaggregation-mode", "prefill"), "--disaggregation-mode"),
+        (("--decode-attention-backend", "triton"), "--decode-attention-backend"),
+        (("--attention-backend", "triton"), "--attention-backend"),
+        (("--page-size", "16"), "--page-size"),
+    ],
+)
+def test_flags_that_pages_do_not_support_are_refused(refused, arguments, words):
+    assert words in refused(InputError, *arguments)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(refused):
+    four = Machine("0.5.15.post1", (H200,) * 4)
+    assert "--tp-size 1 or 2" in refused(InputError, "--tp-size", "4", machine=four)
+
+
+def test_float16_is_refused(refused):
+    assert "bfloat16" in refused(InputError, dtype="float16")
+
+
+def test_contexts_that_the_model_or_the_proof_do_not_have_are_refused(refused):
+    assert "512" in refused(InputError, max_context=1024)
+    assert "the canary alone has 205" in refused(InputError, max_context=128)
+
+
+def test_a_port_in_use_is_refused(refused):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot listen" in refused(InputError, port=taken.getsockname()[1])
+    assert "cannot listen" in refused(InputError, host="192.0.2.1")
+
+
+def test_memory_that_holds_nothing_is_refused(refused):
+    small = Machine("0.5.15.post1", (Gpu("small", 1 << 20, (9, 0)),))
+    assert "running requests take" in refused(ResourceError, machine=small, max_running=64)
+    assert "is no share" in refused(InputError, "--mem-fraction-static", "1.5")
+
+
+def test_a_machine_without_what_it_takes_is_refused_by_name():
+    with pytest.raises(UnavailableError, match=r"none found .*--engine hf"):
+        check_gpus(Machine("0.5.15", ()), 1)
+    with pytest.raises(UnavailableError, match=r"needs 2 CUDA GPUs, only 1 found .*--tp-size"):
+        check_gpus(Machine("0.5.15", (H200,)), 2)
+    with pytest.raises(MismatchError, match=r"compute capability 7\.5, the kernels need 8\.0"):
+        check_gpus(Machine("0.5.15", (Gpu("Tesla T4", 15 << 30, (7, 5)),)), 1)
+    check_gpus(MACHINE, 2)
+
+
+def test_no_driver_is_no_device(monkeypatch):
+    monkeypatch.setattr(machines, "DRIVER", "libno_such_driver.so.1")
+    assert cuda_devices() == ()
+
+
+def test_a_plugin_that_sglang_would_not_find_is_told(monkeypatch):
+    monkeypatch.setattr(machines, "require", lambda: "0.5.15.post1")
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
+    with pytest.raises(UnavailableError, match="no installed package offers its plugin"):
+        this_machine()
+
+
+def serve_process(tiny, path, *more):
+    """Run the real command; return exit code, error line and seconds of processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = python(
+        *("-m", "kvcq", "serve", str(tiny.folder / "nova.kvcq"), "--model", str(tiny.model), "--engine", "sglang"),
+        *("--quiet", *more),
+        PYTHONPATH=os.pathsep.join(map(str, path)),
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, done.stderr.decode(), used
+
+
+def no_sglang():
+    try:
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(not no_sglang(), reason="SGLang is installed here")
+def test_without_sglang_the_line_names_the_other_engine(tiny):
+    code, line, used = serve_process(tiny, [ROOT])
+    assert (code, line.count("\n")) == (7, 1)
+    assert "SGLang is not installed" in line
+    assert "--engine hf" in line
+    assert ">=0.5.13,<0.5.18" in line
+    assert used < SECONDS
+
+
+@pytest.mark.skipif(bool(cuda_devices()), reason="there is a GPU here")
+def test_without_a_gpu_the_line_names_the_other_engine(tiny):
+    code, line, used = serve_process(tiny, [STUB, ROOT])
+    assert (code, line.count("\n")) == (7, 1)
+    assert "none found" in line
+    assert "--engine hf" in line
+    assert used < SECONDS
+
+
+def test_another_release_of_sglang_is_refused_with_the_window(tiny, tmp_path):
+    other: Path = tmp_path / "sglang-0.5.18.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.18\n")
+    code, line, used = serve_process(tiny, [tmp_path, ROOT])
+    assert code == 5
+    assert ">=0.5.13,<0.5.18" in line
+    assert "--engine hf" in line
+    assert used < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--memory", "1G"), "use --mem-fraction-static"),
+        (("--device", "cuda:1"), "use CUDA_VISIBLE_DEVICES"),
+        (("--chunk", "64"), "use --chunked-prefill-size"),
+        (("--threads", "2"), "leave it out"),
+    ],
+)
+def test_options_of_the_other_engine_are_refused(tiny, more, words):
+    code, line, _ = serve_process(tiny, [ROOT], *more)
+    assert (code, line.count("\n")) == (2, 1)
+    assert words in line
+
+
+@pytest.mark.parametrize("more", [("--trace", "t"), ("--", "--tp", "2")])
+def test_options_of_sglang_are_refused_by_the_embedded_engine(tiny, more):
+    done = python("-m", "kvcq", "serve", str(tiny.folder / "nova.kvcq"), "--model", str(tiny.model), *more)
+    assert done.returncode == 2
+    assert b"--engine hf" in done.stderr
