@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +73,7 @@ def layer_tables(
     rank: int,
     dtype: torch.dtype,
     device: torch.device,
+    only: Collection[int] | None = None,
 ) -> dict[int, Tables]:
     """Build the constants that a rank needs, by layer id.
 
@@ -84,6 +85,7 @@ def layer_tables(
         rank: This one.
         dtype: Of the model.
         device: Where the kernels run.
+        only: Layers that are wanted, those of a pipeline's stage; None: all.
 
     Raises:
         MismatchError: heads cannot be shared by so many ranks.
@@ -104,5 +106,6 @@ def layer_tables(
             fix="serve this bundle with --engine hf",
         )
     shares = {number: head_range(layer.kv_heads, tp, rank) for number, layer in kinds.items()}
-    chosen = choose_kernels(served_codecs(plan, geometry, tensors, device), kinds, device, dtype, wanted=True)
+    wanted = [entry for entry in plan if only is None or entry.layer in only]
+    chosen = choose_kernels(served_codecs(wanted, geometry, tensors, device), kinds, device, dtype, wanted=True)
     return {number: shard(layer.tables, shares[number]) for number, layer in chosen.items() if layer.tables is not None}

@@ -1,0 +1,82 @@
+"""A trace names all that an answer depends on: a request's own boundaries, and those of what it reuses."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from kvcq.errors import ResourceError
+from kvcq.runtime.sglang.trace import Record, Trace, read_trace
+from kvcq.spec.boundary import Boundary
+
+
+def carried(*positions):
+    return tuple(Boundary(position, "carried") for position in positions)
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+def test_chunks_are_carried_and_a_prompt_in_one_forward_has_no_boundary(out):
+    trace = Trace(out)
+    trace.extend(["a", "b"], [0, 0], [100, 30], [[1, 2, 0], [3, 0, 0]])
+    trace.extend(["a"], [100], [28], [[1, 2, 0]])
+    assert trace.finish("a", 140, [1, 2, 4]) == Record("a", 128, carried(100))
+    assert trace.finish("b", 31, [3]) == Record("b", 30)
+    lines = [Record.of_line(line) for line in out.getvalue().splitlines()]
+    assert [record.rid for record in lines] == ["a", "b"]
+
+
+def test_a_prefix_brings_the_boundaries_and_decoded_positions_of_whoever_computed_it(out):
+    trace = Trace(out)
+    trace.extend(["a"], [0], [50], [[1]])
+    trace.extend(["a"], [50], [20], [[1, 2]])
+    trace.finish("a", 200, [1, 2, 3, 4])
+    # The first page ends before the prompt did: nothing was decoded in it.
+    trace.extend(["b"], [64], [40], [[1, 5]])
+    trace.extend(["c"], [192], [90], [[1, 2, 3, 6, 7]])
+    assert trace.finish("b", 104, [1, 5]) == Record("b", 104, (*carried(50), Boundary(64, "cached")))
+    assert trace.finish("c", 282, [1, 2, 3, 6, 7]) == Record(
+        "c", 282, (*carried(50), Boundary(192, "cached")), ((70, 192),)
+    )
+    # What follows a hit goes on from there.
+    trace.extend(["d"], [256], [20], [[1, 2, 3, 6, 8]])
+    assert trace.finish("d", 276, [1, 2, 3, 6, 8]) == Record(
+        "d", 276, (*carried(50), Boundary(192, "cached"), Boundary(256, "cached")), ((70, 192),)
+    )
+
+
+def test_pages_that_are_used_again_forget(out):
+    trace = Trace(out)
+    trace.extend(["a"], [0], [10], [[1]])
+    trace.extend(["a"], [10], [54], [[1]])
+    trace.finish("a", 64, [1])
+    trace.extend(["b"], [0], [64], [[1]])
+    trace.finish("b", 64, [1])
+    trace.extend(["c"], [64], [9], [[1, 2]])
+    assert trace.finish("c", 73, [1, 2]) == Record("c", 73, (Boundary(64, "cached"),))
+
+
+def test_a_retracted_request_has_a_line_each_time_and_one_that_never_ran_none(out):
+    trace = Trace(out)
+    trace.extend(["a"], [0], [20], [[1]])
+    trace.finish("a", 25, [1])
+    trace.extend(["a", "x"], [0, 0], [26, 0], [[2], [0]])
+    assert trace.finish("a", 40, [2]) == Record("a", 26)
+    assert trace.finish("x", 0) is None and trace.finish("a", 40) is None
+    assert [json.loads(line)["prompt"] for line in out.getvalue().splitlines()] == [20, 26]
+
+
+def test_a_trace_is_a_file_that_grows(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    for rid in ("a", "b"):
+        trace = Trace.open(path)
+        trace.extend([rid], [0], [5], [[1]])
+        trace.finish(rid, 5, [1])
+    assert read_trace(path) == (Record("a", 5), Record("b", 5))
+    with pytest.raises(ResourceError, match="no trace can be written"):
+        Trace.open(tmp_path / "nowhere" / "trace.jsonl")
