@@ -7,10 +7,11 @@ All layers of a kind lie in one tensor, requests first, kept sinks behind them::
 
 A request reads and writes the sinks of its own row only; a prefix hit copies a kept entry into that row, and the row
 of a request that computed its sinks is copied into an entry. Why requests do not point at shared entries: SGLang frees
-a row while the last forward of its request may still run. What that forward writes lands in the row, which its next
-owner fills later on the same stream; through a pointer, changed on another stream meanwhile, it could land in an entry
-that others read. Kernels also keep their one index for sinks and rings. A copy moves ``2 H S (d_k + d_v)`` bytes a
-layer, 9 MB for 36 layers, 8 heads and d = 128: a few microseconds of an H200 for each prefix hit.
+a row while the last forward of its request may still run, and its scheduler goes on as soon as that forward has copied
+its inputs. What such a forward writes lands in the row, which its next owner fills later on the same stream; through a
+pointer that is changed meanwhile it could land in an entry that others read. Kernels also keep their one index for
+sinks and rings. A copy moves ``2 H S (d_k + d_v)`` bytes a layer, 9 MB for 36 layers, 8 heads and d = 128: a few
+microseconds of an H200 for each prefix hit.
 """
 
 from __future__ import annotations

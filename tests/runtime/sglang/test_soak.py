@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcq.runtime.sglang import admission
+from kvcq.runtime.sglang.store import SinkStore
 from kvcq.spec.plan import Windows
 from tests.runtime.sglang.host import Host
 
@@ -85,3 +88,38 @@ def test_no_row_is_ever_stale_for_any_windows_and_sizes(seed, sink, recent, requ
         budget=budget,
     )
     soak(host, 300, every=11)
+
+
+def _too_early(store, drain):
+    moves = drain(store)
+    early = tuple((copy.row, copy.entry) for copy in store._under_way)
+    store._under_way = []
+    return replace(moves, keep=moves.keep + early)
+
+
+SABOTAGES = {
+    "sinks are kept before they are computed": ("drain", _too_early),
+    "sinks are not restored": ("drain", lambda store, drain: replace(drain(store), restore=())),
+    "sinks are not kept": ("drain", lambda store, drain: replace(drain(store), keep=())),
+    "where exact rows begin is not told": ("drain", lambda store, drain: replace(drain(store), exact_from=())),
+    "a flush keeps sinks of other weights": ("clear", lambda store, clear: store._bound.clear()),
+    "the last window is reused": (
+        "cap",
+        lambda store, cap, n, *rest: max(n - 1, 0) // 64 * 64 * bool(cap(store, n, *rest)),
+    ),
+    "sinks need not be there": ("cap", lambda store, cap, n, *rest: max(n - store.windows.recent, 0) // 64 * 64),
+    "tenants share sinks": ("_key", lambda store, key, ids, extra_key: key(store, ids, None)),
+    "embeddings are found by their tokens": (
+        "bind",
+        lambda store, bind, batch: bind(store, [replace(r, private=False) for r in batch]),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SABOTAGES)
+def test_the_soak_notices_when(what, monkeypatch):
+    name, broken = SABOTAGES[what]
+    sound = getattr(SinkStore, name)
+    monkeypatch.setattr(SinkStore, name, lambda store, *given: broken(store, sound, *given))
+    with pytest.raises((AssertionError, RuntimeError)):
+        soak(Host(1, windows=Windows(), requests=6, entries=8, pages=60, budget=256), 20_000)
