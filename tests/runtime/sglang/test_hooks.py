@@ -15,6 +15,7 @@ from tests.runtime.sglang.wheels import VERSIONS, Sources
 
 # One release of each way of building pools.
 EITHER = (VERSIONS[0], VERSIONS[-1])
+pytestmark = pytest.mark.network
 REGISTRY = "sglang.srt.plugins.hook_registry"
 
 

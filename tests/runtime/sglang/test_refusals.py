@@ -341,6 +341,7 @@ def test_every_field_of_a_release_is_refused_or_known_to_be_harmless(sources):
     assert set(sources.fields(ARGS)) - ruled - harmless == set()
 
 
+@pytest.mark.network
 def test_every_rule_is_a_field_and_its_flag_a_flag_of_some_release():
     every = [Sources(version) for version in VERSIONS]
     fields = {name for sources in every for name in sources.fields(ARGS)}
@@ -350,6 +351,7 @@ def test_every_rule_is_a_field_and_its_flag_a_flag_of_some_release():
         assert {rule.flag, *rule.aliases} <= flags, rule
 
 
+@pytest.mark.network
 def test_every_variable_is_read_by_some_release():
     text = "".join(Sources(version).text("sglang.srt.environ") for version in VERSIONS)
     assert [name for name in (*SWITCHES, PLUGINS) if f"    {name} = Env" not in text] == []

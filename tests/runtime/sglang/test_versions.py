@@ -1,10 +1,12 @@
 from importlib import metadata
+from subprocess import CompletedProcess
 
 import pytest
 
 from kvcq.errors import MismatchError, UnavailableError
 from kvcq.runtime.sglang import versions
 from kvcq.runtime.sglang.versions import WINDOW, adapter, require
+from tests.runtime.sglang import wheels
 from tests.runtime.sglang.wheels import VERSIONS
 
 
@@ -82,3 +84,36 @@ def test_each_way_of_building_pools_is_the_one_that_the_release_has(sources):
         "configurator": sources.has("sglang.srt.mem_cache.kv_cache_configurator"),
     }
     assert [way for way, there in has.items() if there] == [adapter(sources.version)]
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_wheel_that_cannot_be_fetched_skips_here_and_fails_in_ci(ci, outcome, tmp_path, monkeypatch):
+    asked = []
+
+    def refused(command, **_):
+        asked.append(command[-1])
+        return CompletedProcess(command, 1, "", "no route to host")
+
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    monkeypatch.setattr(wheels.subprocess, "run", refused)
+    monkeypatch.setenv("CI", ci)
+    wheels.fetch.cache_clear()
+    for _ in range(2):
+        with pytest.raises(outcome, match=r"SGLang 0\.5\.13 cannot be fetched: no route to host"):
+            wheels.wheel("0.5.13")
+    wheels.fetch.cache_clear()
+    assert asked == ["sglang==0.5.13"]
+
+
+def test_a_wheel_of_another_hash_is_not_read(tmp_path, monkeypatch):
+    def swapped(command, **_):
+        folder = command[command.index("-d") + 1]
+        (tmp_path / folder / "sglang-0.5.13-cp312-cp312-manylinux_2_34_x86_64.whl").write_bytes(b"other")
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(wheels, "CACHE", tmp_path)
+    monkeypatch.setattr(wheels.subprocess, "run", swapped)
+    wheels.fetch.cache_clear()
+    with pytest.raises(AssertionError, match="another file"):
+        wheels.wheel("0.5.13")
+    wheels.fetch.cache_clear()
