@@ -2,11 +2,16 @@
 
 A line of JSON for each time that a request held a row, written when it lets go of it::
 
-    {"rid": "a1", "prompt": 900, "boundaries": [[384, "cached"], [640, "carried"]], "decoded": [[300, 320]]}
+    {"rid": "a1", "prompt": 900, "boundaries": [[384, "cached"], [640, "carried"]],
+     "decoded": [[300, 320]], "adopted": []}                                            without the break
 
 ``prompt`` counts what was prefilled, after a retraction the tokens generated before it too. The rows of a reused prefix
 were computed by others, cut where *their* boundaries were: those come first. ``decoded`` are the positions of the
 prefix whose rows were computed by decode steps, one token each; the window rule held for them.
+
+``adopted`` are positions whose codes are those of another computation than the boundaries tell: where a request
+computes tokens that the radix tree holds already, as the last W of a hit, SGLang drops its pages for the tree's. The
+tokens are the same and the codes nearly so; a replay is exact for requests without any.
 
 Which boundaries a page has behind it is remembered by its number, when tokens are computed in it. With a trace every
 prefill waits for the device to read page numbers; without one nothing is done.
@@ -15,10 +20,10 @@ prefill waits for the device to read page numbers; without one nothing is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import ResourceError
@@ -37,6 +42,23 @@ class Sink(Protocol):
         """Pass on what was written."""
 
 
+class History(NamedTuple):
+    """How tokens came about: boundaries of chunks, and ranges of positions that decode steps computed."""
+
+    boundaries: tuple[Boundary, ...] = ()
+    decoded: tuple[Range, ...] = ()
+
+    def before(self, stop: int) -> History:
+        """Return the part of it that tokens before a position have."""
+        return History(
+            tuple(found for found in self.boundaries if found.position < stop),
+            tuple((a, min(b, stop)) for a, b in self.decoded if a < stop),
+        )
+
+
+NOTHING = History()
+
+
 @dataclass(frozen=True)
 class Record:
     """One line.
@@ -46,17 +68,20 @@ class Record:
         prompt: Tokens prefilled, a reused prefix included.
         boundaries: Starts of chunks after the first, those of the prefix included.
         decoded: Positions of the prefix that decode steps computed, ranges ``[start, stop)``.
+        adopted: Positions whose codes others computed, cut in another way than `boundaries` say; ranges.
     """
 
     rid: str
     prompt: int
     boundaries: tuple[Boundary, ...] = ()
     decoded: tuple[Range, ...] = ()
+    adopted: tuple[Range, ...] = ()
 
     def line(self) -> str:
         """Return the line, with its end."""
         boundaries = [[boundary.position, boundary.kind] for boundary in self.boundaries]
-        plain = {"rid": self.rid, "prompt": self.prompt, "boundaries": boundaries, "decoded": list(self.decoded)}
+        plain = {"rid": self.rid, "prompt": self.prompt, "boundaries": boundaries}
+        plain |= {"decoded": list(self.decoded), "adopted": list(self.adopted)}
         return json.dumps(plain, separators=(",", ":")) + "\n"
 
     @classmethod
@@ -68,15 +93,25 @@ class Record:
         """
         plain = json.loads(line)
         boundaries = tuple(Boundary(position, kind) for position, kind in plain["boundaries"])
-        return cls(plain["rid"], plain["prompt"], boundaries, tuple((a, b) for a, b in plain["decoded"]))
+        decoded, adopted = (tuple((a, b) for a, b in plain[name]) for name in ("decoded", "adopted"))
+        return cls(plain["rid"], plain["prompt"], boundaries, decoded, adopted)
 
 
 @dataclass
 class _Pass:
     stop: int
-    boundaries: list[Boundary] = field(default_factory=list)
-    decoded: list[Range] = field(default_factory=list)
+    history: History = NOTHING
     pages: list[int] = field(default_factory=list)
+    adopted: set[int] = field(default_factory=set)
+
+    def bound(self, position: int, kind: Literal["carried", "cached"]) -> None:
+        boundaries = (*self.history.boundaries, Boundary(position, kind))
+        self.history = self.history._replace(boundaries=boundaries)
+
+    def turn(self, pages: Sequence[Any]) -> None:
+        """Take note of the pages that the request has now; one that changed is the tree's."""
+        self.adopted |= {index for index, (old, new) in enumerate(zip(self.pages, pages, strict=False)) if old != new}
+        self.pages = list(pages)
 
 
 class Trace:
@@ -89,8 +124,8 @@ class Trace:
     def __init__(self, out: Sink) -> None:
         self._out = out
         self._running: dict[str, _Pass] = {}
-        # Of each page, what lies before its end: boundaries and decoded ranges of whoever computed it.
-        self._pages: dict[int, tuple[tuple[Boundary, ...], tuple[Range, ...]]] = {}
+        # Of each page, what lies before its end, of whoever computed it.
+        self._pages: dict[int, History] = {}
 
     @classmethod
     def open(cls, path: Path) -> Trace:
@@ -116,19 +151,15 @@ class Trace:
         for rid, first, count, row in zip(rids, firsts, counts, pages, strict=True):
             if not count:
                 continue
-            current = self._running.get(rid)
+            current, stop = self._running.get(rid), first + count
             if current is None:
                 current = self._running[rid] = _Pass(first)
                 if first:
-                    boundaries, decoded = self._pages.get(row[(first - 1) // PAGE_TOKENS], ((), ()))
-                    current.boundaries = [found for found in boundaries if found.position < first]
-                    current.decoded = [(a, min(b, first)) for a, b in decoded if a < first]
-                    current.boundaries.append(Boundary(first, "cached"))
+                    self._reuse(current, row[: -(-first // PAGE_TOKENS)])
             elif first:
-                current.boundaries.append(Boundary(first, "carried"))
-            current.stop = first + count
-            current.pages = list(row[: -(-current.stop // PAGE_TOKENS)])
-            self._remember(current, first, current.stop, ())
+                current.bound(first, "carried")
+            current.turn(row[: -(-stop // PAGE_TOKENS)])
+            self._remember(current, first, stop)
 
     def finish(self, rid: str, tokens: int, pages: Sequence[Any] = ()) -> Record | None:
         """Write the line of a request that lets go of its row.
@@ -141,20 +172,42 @@ class Trace:
         current = self._running.pop(rid, None)
         if current is None:
             return None
-        if tokens > current.stop:
-            current.pages = list(pages[: -(-tokens // PAGE_TOKENS)])
-            self._remember(current, current.stop, tokens, ((current.stop, tokens),))
-        record = Record(rid, current.stop, tuple(current.boundaries), tuple(current.decoded))
+        prompt, history = current.stop, current.history
+        current.turn(pages[: -(-tokens // PAGE_TOKENS)])
+        if tokens > prompt:
+            current.history = history._replace(decoded=(*history.decoded, (prompt, tokens)))
+            self._remember(current, prompt, tokens)
+        record = Record(rid, prompt, *history, adopted=_ranges(current.adopted, prompt))
         self._out.write(record.line())
         self._out.flush()
         return record
 
-    def _remember(self, current: _Pass, start: int, stop: int, own: tuple[Range, ...]) -> None:
-        decoded = (*current.decoded, *own)
+    def _reuse(self, current: _Pass, pages: Sequence[Any]) -> None:
+        """Begin behind a prefix: its last page knows what is behind it, and the others should know the same."""
+        whole = self._pages.get(pages[-1], NOTHING)
+        current.history = whole.before(current.stop)
+        current.bound(current.stop, "cached")
+        for index, page in enumerate(pages):
+            if self._pages.get(page, NOTHING) != whole.before((index + 1) * PAGE_TOKENS):
+                current.adopted.add(index)
+
+    def _remember(self, current: _Pass, start: int, stop: int) -> None:
+        current.stop = stop
         for index in range(start // PAGE_TOKENS, len(current.pages)):
-            end = min((index + 1) * PAGE_TOKENS, stop)
-            behind = tuple(found for found in current.boundaries if found.position < end)
-            self._pages[current.pages[index]] = (behind, tuple((a, min(b, end)) for a, b in decoded if a < end))
+            self._pages[current.pages[index]] = current.history.before(min((index + 1) * PAGE_TOKENS, stop))
+
+
+def _ranges(pages: Iterable[int], stop: int) -> tuple[Range, ...]:
+    """Return the positions before `stop` of pages, by their places in a request, as few ranges."""
+    found: list[Range] = []
+    for index in sorted(pages):
+        start, end = index * PAGE_TOKENS, min((index + 1) * PAGE_TOKENS, stop)
+        if start >= end:
+            continue
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return tuple(found)
 
 
 def read_trace(path: Path) -> tuple[Record, ...]:

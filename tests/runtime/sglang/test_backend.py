@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import SimpleNamespace
 
 import pytest
@@ -171,3 +172,45 @@ def test_a_graph_reads_the_buffers_that_are_filled_before_its_replay(parts):
     backend.init_forward_metadata(real)
     eager = backend.forward(q[:2], k[:2], v[:2], layer(), real)
     assert relative(replayed[:2], eager) < 1e-5
+
+
+def test_every_release_has_what_is_read(sources):
+    fields = sources.fields("sglang.srt.model_executor.forward_batch_info.ForwardBatch")
+    read = {
+        "forward_mode", "req_pool_indices", "seq_lens", "out_cache_loc", "rids", "extend_num_tokens", "extend_seq_lens",
+        "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
+    }  # fmt: skip
+    assert read <= set(fields)
+    layers = ast.unparse(sources.find("sglang.srt.layers.radix_attention.RadixAttention.__init__"))
+    for name in set(vars(layer())) - {"layer_id"}:
+        assert f"self.{name} = " in layers, name
+    kinds = ast.unparse(sources.find("sglang.srt.layers.radix_attention.AttentionType"))
+    assert "DECODER = 'decoder'" in kinds
+    modes = ast.unparse(sources.find("sglang.srt.model_executor.forward_batch_info.ForwardMode"))
+    assert all(f"{name} = auto()" in modes for name in ("EXTEND", "DECODE", "IDLE"))
+    assert "def is_decode(self)" in modes and "def is_idle(self)" in modes
+    assert "self.kv_committed_len = 0" in ast.unparse(sources.find("sglang.srt.managers.schedule_batch.Req.__init__"))
+
+
+def test_every_release_pads_graphs_with_slot_0_and_prepares_them_inside(sources):
+    """Otherwise padding would write into tokens of others, or replays would read the batch of the capture."""
+    runners = (
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner",
+        "sglang.srt.model_executor.cuda_graph_runner",
+    )
+    runner = next(name for name in runners if sources.has(name))
+    made = [node for node in ast.walk(sources.tree(runner)) if isinstance(node, ast.FunctionDef)]
+    prepared = [node for node in made if node.name == "run_once"]
+    assert any("init_forward_metadata_in_graph(forward_batch)" in ast.unparse(node) for node in prepared)
+    slots = [
+        node
+        for node in ast.walk(sources.tree("sglang.srt.model_executor.cuda_graph_buffer_registry"))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "GraphSlot"
+        and node.args
+        and ast.unparse(node.args[0]) in ("'out_cache_loc'", "'req_pool_indices'")
+    ]
+    assert len(slots) >= 2
+    for slot in slots:
+        policy = {keyword.arg: ast.unparse(keyword.value) for keyword in slot.keywords}["padding_policy"]
+        assert policy == "PaddingPolicy.ZERO"

@@ -61,6 +61,22 @@ def test_pages_that_are_used_again_forget(out):
     assert trace.finish("c", 73, [1, 2]) == Record("c", 73, (Boundary(64, "cached"),))
 
 
+def test_pages_that_the_tree_replaces_are_told(out):
+    trace = Trace(out)
+    trace.extend(["a"], [0], [150], [[1, 2, 3]])
+    trace.finish("a", 150, [1, 2, 3])
+    # Computed anew behind a hit, then dropped for what the tree holds.
+    trace.extend(["b"], [64], [80], [[1, 4, 5]])
+    trace.extend(["b"], [144], [60], [[1, 2, 5, 6]])
+    record = trace.finish("b", 204, [1, 2, 5, 6])
+    assert record == Record("b", 204, (Boundary(64, "cached"), Boundary(144, "carried")), adopted=((64, 128),))
+    assert Record.of_line(out.getvalue().splitlines()[1]) == record
+    # Whoever reuses what was computed behind such pages has them too.
+    trace.extend(["c"], [192], [9], [[1, 2, 5, 6]])
+    found = trace.finish("c", 201, [1, 2, 5, 6])
+    assert found.boundaries == (*record.boundaries, Boundary(192, "cached")) and found.adopted == ((64, 128),)
+
+
 def test_a_retracted_request_has_a_line_each_time_and_one_that_never_ran_none(out):
     trace = Trace(out)
     trace.extend(["a"], [0], [20], [[1]])
