@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
-from importlib import metadata
+import tomllib
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import kvcq
 from kvcq.artifacts.bundle import open_bundle
 from kvcq.models.attention import attention_hook
 from kvcq.models.library import forward
@@ -21,7 +23,7 @@ from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.sglang import admission, metrics, plugin, versions
 from kvcq.runtime.sglang.trace import read_trace
 from kvcq.spec.boundary import Boundary
-from tests.chain import make_world
+from tests.chain import make_world, python
 from tests.runtime.hf.setup import relative, run
 from tests.runtime.sglang import small
 from tests.tiny import tiny_tokens
@@ -200,9 +202,9 @@ def test_a_server_attends_and_traces_what_the_replay_of_its_trace_computes(start
         both = loop.decode([b, a])
         answers["b"].append(both[:1])
         answers["a"].append(both[1:])
-    state = host.Scheduler().get_internal_state(None).internal_state.get("kvcq")
+    state = host.Scheduler().get_internal_state(None).internal_state["kvcq"]
     manifest = open_bundle(world[1]).manifest
-    assert state is None or (state["digest"], state["rings"], state["clamped"]) == (manifest.digest, 2, 0)
+    assert (state["digest"], state["rings"], state["clamped"]) == (manifest.digest, 2, 0)
     assert metrics.published().facts.bytes_per_token == runner.token_to_kv_pool.bytes_per_token
     for req in (a, b):
         runner.req_to_token_pool.free(req)
@@ -255,7 +257,9 @@ def test_a_release_outside_the_window_is_told_and_left_alone(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("version", ["0.5.15.post1", "0.5.17"])
-@pytest.mark.parametrize("name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear"])
+@pytest.mark.parametrize(
+    "name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear", "report"]
+)
 def test_without_any_one_hook_there_is_no_server(start, capsys, monkeypatch, name, version):
     whole = plugin.FUNCTIONS[name]
     original = small.make_registry
@@ -318,9 +322,12 @@ def test_a_prefix_whose_sinks_are_not_kept_is_an_error_and_no_answer(start):
         runner.req_to_token_pool.alloc([request])
 
 
-def test_the_entry_point_is_the_plugin_and_imports_no_sglang():
-    found = [point for point in metadata.entry_points(group="sglang.srt.plugins") if point.name == "kvcq"]
-    assert not found or found[0].value == "kvcq.runtime.sglang.plugin:activate"
+def test_the_entry_point_is_the_plugin_and_imports_no_engine():
+    project = tomllib.loads((Path(kvcq.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["sglang.srt.plugins"] == {"kvcq": "kvcq.runtime.sglang.plugin:activate"}
+    code = "import sys, kvcq.runtime.sglang.plugin; print([m for m in ('sglang', 'transformers') if m in sys.modules])"
+    done = python("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, b"[]"), done.stderr
 
 
 def test_the_small_sglang_has_the_parameters_of_the_real_one(sources, monkeypatch):
