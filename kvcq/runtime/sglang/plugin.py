@@ -22,6 +22,7 @@ from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
 from kvcq.runtime.sglang.configurator import PoolPlan, make_configurator, pool_plan
 from kvcq.runtime.sglang.facts import model_facts
+from kvcq.runtime.sglang.flags import environment
 from kvcq.runtime.sglang.hooks import end_process, register, verify
 from kvcq.runtime.sglang.layers import layer_tables
 from kvcq.runtime.sglang.pool import check_pool, make_pool_class
@@ -61,11 +62,14 @@ def refuse_flags(result: Any, self: Any) -> None:
     """After ``ServerArgs.check_server_args``: end the launcher where something is asked for that is not served."""
     if not selected(self):
         return
+    from sglang.srt.environ import envs
+
     with _ending():
         config = self.get_model_config()
         manifest = Settings.of_config(config.hf_config).open().manifest
         facts = model_facts(config.hf_config.to_dict(), config)
-        refuse(refusals(self, facts, geometry=manifest.geometry, plan=manifest.plan))
+        variables = environment(envs)
+        refuse(refusals(self, facts, geometry=manifest.geometry, plan=manifest.plan, environment=variables))
 
 
 def size(original: Callable[[Any], Any], host: Any) -> Any:

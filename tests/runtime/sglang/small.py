@@ -273,6 +273,7 @@ def install(monkeypatch, version: str) -> SimpleNamespace:
         "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
         "server_args": {"add_attention_backend_choices": choices.extend, "ServerArgs": ServerArgs},
+        "environ": {"envs": SimpleNamespace(SGLANG_USE_HND_KVCACHE=SimpleNamespace(get=lambda: False))},
         "plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "mem_cache.memory_pool": {
             "KVCache": KVCache,
