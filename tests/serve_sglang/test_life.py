@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcq.runtime.sglang.settings import Settings
 from tests.chain import bare_environment
 from tests.serve_sglang.conftest import ROOT, STUB, alive, argv_of
 
@@ -64,6 +65,7 @@ def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, c
             "digest": told["digest"],
             "trace": str(tmp_path / "t.jsonl"),
         }
+        assert Settings.of(settings).plain() == settings
         found, out, err = end(process, number)
     assert (found, out) == (code, b"")
     assert err.strip().splitlines()[-1].endswith("the server has shut down")

@@ -51,7 +51,7 @@ def prove(client: Client, bundle: Bundle, memory: Memory) -> Proof:
     try:
         records = _records(client.info())
         for record in records:
-            _check_record(record, bundle, memory)
+            check_record(record, bundle, memory)
         statistic, cached = _ask_canary(client, bundle)
         for record in _records(client.info()):
             _check_fallbacks(record)
@@ -68,21 +68,17 @@ def prove(client: Client, bundle: Bundle, memory: Memory) -> Proof:
     )
 
 
-def _records(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the plugin in each scheduler has added to SGLang's own account."""
-    states = info.get("internal_states")
-    if not isinstance(states, list) or not states:
-        _differ("the server says nothing of its schedulers", "/server_info")
-    found = []
-    for number, state in enumerate(states):
-        record = state.get(KEY) if isinstance(state, dict) else None
-        if not isinstance(record, dict):
-            _differ("the plugin is not on: this scheduler does not know kvcq", f"scheduler {number}")
-        found.append(record)
-    return found
+def check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> None:
+    """Compare what a scheduler says of its cache with the bundle.
 
+    Args:
+        record: As `kvcq.runtime.sglang.metrics.Meters.plain` makes it.
+        bundle: What is to be served.
+        memory: What its cache must be.
 
-def _check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> None:
+    Raises:
+        MismatchError: anything differs, or attention did not take the kernels.
+    """
     manifest = bundle.manifest
     pool = memory.pool
     for what, name, wanted in (
@@ -102,6 +98,20 @@ def _check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> 
     if not isinstance(capacity, int) or capacity < PAGE:
         _differ(f"a pool of {shown(capacity)} tokens", "/server_info")
     _check_fallbacks(record)
+
+
+def _records(info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the plugin in each scheduler has added to SGLang's own account."""
+    states = info.get("internal_states")
+    if not isinstance(states, list) or not states:
+        _differ("the server says nothing of its schedulers", "/server_info")
+    found = []
+    for number, state in enumerate(states):
+        record = state.get(KEY) if isinstance(state, dict) else None
+        if not isinstance(record, dict):
+            _differ("the plugin is not on: this scheduler does not know kvcq", f"scheduler {number}")
+        found.append(record)
+    return found
 
 
 def _check_fallbacks(record: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.reports.text import plural, ranges, size
 
 POLL_SECONDS = 0.2
+END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def _proven(child: Child, client: Client, served: Served) -> Proof:
     try:
         proof = prove(client, served.bundle, served.memory)
     except MismatchError:
-        if (code := child.ended()) is not None:
+        # A broken connection is seen before the end that broke it.
+        if (code := child.wait(END_SECONDS)) is not None:
             raise early_end(child, code) from None
         raise
     if (code := child.ended()) is not None:
