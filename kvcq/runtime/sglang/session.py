@@ -149,9 +149,8 @@ class Board:
         device = req_to_token.device
         self._pages, self._since = page_view(req_to_token), exact_from
         self._table = torch.zeros(rows, self._pages.shape[1], dtype=torch.int32, device=device)
-        self._slots, self._lengths, self._exact, self._positions = torch.zeros(
-            4, rows, dtype=torch.int32, device=device
-        )
+        parts = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(4))
+        self._slots, self._lengths, self._exact, self._positions = parts
         self._requests = torch.arange(rows, dtype=torch.int32, device=device)
         self._places = torch.zeros(rows, dtype=torch.int64, device=device)
 

@@ -6,11 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcq.kernels.arrays import Tables
 from kvcq.models.geometry import plan_geometry
 from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.sglang.attend import Attention, Rule, size_for
+from kvcq.runtime.sglang.layers import head_range, shard
 from kvcq.runtime.sglang.session import Board, extend_step
 from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
@@ -155,6 +158,70 @@ def test_the_tokens_of_an_extend_know_their_requests_and_what_they_read_exactly(
     assert short.tokens == 75 and short.oldest.shape == (75,) and step.narrow(77) is step
     with pytest.raises(ValueError, match="80 tokens"):
         step.narrow(80)
+
+
+PARTS = st.tuples(st.integers(0, 150), st.integers(0, 90), st.integers(0, 150))
+
+
+@given(parts=st.lists(PARTS, min_size=1, max_size=5), padding=st.integers(0, 9), sink=st.integers(0, 70))
+def test_steps_are_what_a_loop_over_requests_says(parts, padding, sink):
+    windows = Windows(sink=sink, recent=16)
+    stage = Stage({}, windows, rows=5, pages=30)
+    requests = [stage.admit(draw(250, seed)) for seed in range(len(parts))]
+    stage.extend([(request, first) for request, (first, _, _) in zip(requests, parts, strict=True)])
+    for request, (first, _, since) in zip(requests, parts, strict=True):
+        stage.exact_from[request.row] = min(since, first)
+    step = extend_step(
+        stage.extend([(request, count) for request, (_, count, _) in zip(requests, parts, strict=True)], padding),
+        stage.req_to_token,
+        stage.exact_from,
+        windows,
+    )
+    wanted = []
+    for index, (request, (first, count, since)) in enumerate(zip(requests, parts, strict=True)):
+        oldest = max(first - windows.recent, min(since, first))
+        for position in range(first, first + count):
+            slot = PAGE * request.pages[position // PAGE] + position % PAGE
+            wanted.append((slot, position, index, oldest))
+    columns = (step.slots, step.positions, step.requests, step.oldest)
+    assert [tuple(int(column[t]) for column in columns) for t in range(len(wanted))] == wanted
+    assert step.slots[len(wanted) :].tolist() == [-1] * padding
+    assert step.starts.diff().tolist() == [count for _, count, _ in parts]
+    board = Board(6, stage.req_to_token, stage.exact_from)
+    decoded = board.fill(stage.decode(requests, padding=1))
+    for index, request in enumerate(requests):
+        last = request.stored - 1
+        assert int(decoded.positions[index]) == last == int(decoded.batch.lengths[index]) - 1
+        assert int(decoded.slots[index]) == PAGE * request.pages[last // PAGE] + last % PAGE
+        assert decoded.batch.page_table[index, : len(request.pages)].tolist() == request.pages
+    assert (int(decoded.slots[-1]), int(decoded.batch.lengths[-1])) == (-1, 0)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_answer_with_their_heads_as_one_rank_with_all(tp):
+    whole = tables_of(tiny_model("llama", num_hidden_layers=1))
+    q, k, v = (torch.randn(21, heads, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 3))
+    v, rule, share = v[:, :2], Rule(0.2), 4 // tp
+
+    def answers(tables, q, k, v):
+        stage = Stage({0: tables}, WINDOWS)
+        attention = Attention(
+            stage.tables, stage.caches, stage.req_to_token, stage.exact_from, q_heads=q.shape[1], max_batch=1
+        )
+        request = stage.admit(draw(30, 1))
+        found = []
+        for start, stop in ((0, 12), (12, 20)):
+            attention.begin_extend(stage.extend([(request, stop - start)]), stop - start)
+            found.append(attention.extend(0, q[start:stop], k[start:stop], v[start:stop], rule))
+        attention.begin_decode(stage.decode([request]))
+        return torch.cat([*found, attention.decode(0, q[20:], k[20:], v[20:], rule)])
+
+    wanted, found = answers(whole[0], q, k, v), []
+    for rank in range(tp):
+        heads = head_range(2, tp, rank)
+        own = slice(heads.start, heads.stop)
+        found.append(answers(shard(whole[0], heads), q[:, rank * share : (rank + 1) * share], k[:, own], v[:, own]))
+    assert relative(torch.cat(found, 1), wanted) < 1e-5
 
 
 def test_what_is_stored_already_is_not_stored_again():
