@@ -102,6 +102,11 @@ RULES = (
     _off("enable_dsa_prefill_context_parallel", SPLIT),
     _off("enable_cp_decode_attn_tp", SPLIT),
     _one("pp_size", "layers of one model on several ranks were never run", "--pipeline-parallel-size"),
+    _one(
+        "dp_size",
+        "replicas would answer one proof and write one trace; start a server for each",
+        "--data-parallel-size",
+    ),
     _off("enable_dp_attention", "ranks that idle or gather the batches of others were never run"),
     _off("enable_streaming_session", "a session keeps its slot without freeing it, so its exact rows would be lost"),
     _off("enable_session_radix_cache", "a session would hold a prefix without its exact rows"),
