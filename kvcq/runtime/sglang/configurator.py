@@ -168,8 +168,7 @@ def check_host(plan: PoolPlan, *, page_size: int, heads: int, dims: tuple[int, i
     Raises:
         MismatchError: another page size, or the model has other heads, dims or layers than the bundle.
     """
-    if page_size != PAGE:
-        raise MismatchError(f"pages of {page_size} tokens", where="--page-size", fix=f"use {PAGE}")
+    check_page(page_size)
     for name, found, wanted in (
         ("KV heads of a rank", heads, plan.heads),
         ("head dims of keys and values", dims, plan.dims),

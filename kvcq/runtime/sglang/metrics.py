@@ -60,8 +60,8 @@ class Meters:
     Attributes:
         facts: What was published.
         rings: Requests that hold a row of the ring.
-        pinned: Sink entries that running requests hold.
-        cached: Sink entries that nobody holds and a prefix may find.
+        pinned: Sink entries that copies to come name.
+        cached: The others with sinks in them, which a prefix may find.
         fallbacks: By reason, attention that did not take the kernels of the bundle; stays empty.
         clamped: Values beyond the float16 range that were clamped.
     """
@@ -122,8 +122,8 @@ class Meters:
         gauge("kvcq_sink_entries", "Entries of the sink store", facts.sinks)
         self._gauges = {
             "ring": gauge("kvcq_ring_rows_used", "Rows of the ring that running requests hold", 0),
-            "sink_pinned": gauge("kvcq_sink_entries_pinned", "Sink entries that running requests hold", 0),
-            "sink_cached": gauge("kvcq_sink_entries_cached", "Sink entries that only a prefix may find", 0),
+            "sink_pinned": gauge("kvcq_sink_entries_pinned", "Sink entries that copies to come name", 0),
+            "sink_cached": gauge("kvcq_sink_entries_cached", "Other sink entries that a prefix may find", 0),
             "clamped": gauge("kvcq_clamped_values", "Values beyond the float16 range that were clamped", 0),
             "fallbacks": Counter("kvcq_fallbacks", "Attention without the bundle's kernels", (RANK, "reason")),
         }

@@ -92,11 +92,6 @@ class WindowBuffers:
         return self.exact_from.shape[0]
 
     @property
-    def entries(self) -> int:
-        """Sinks kept for later requests."""
-        return self.sink_k.shape[1] - self.rows
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         tensors = (self.sink_k, self.sink_v, self.ring_k, self.ring_v, self.exact_from)
