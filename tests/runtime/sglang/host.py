@@ -1,7 +1,7 @@
 """A host in plain Python that schedules as SGLang does, over a device that only remembers who wrote which row.
 
-Overlap is played at its worst: a forward runs only when the host has scheduled the one after it, and results are known
-one forward late, so requests that are finished, aborted or retracted write once more, into what may be another's.
+Overlap is played at its worst: a forward may run only when the host has scheduled the one after it, and results may be
+known one forward late, so requests that are finished, aborted or retracted write once more, into what may be another's.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ class Forward:
 
     extend: bool
     entries: list[tuple[Req, int, int, int, int, list[int]]]
+    ran: bool = False
 
 
 class Device:
@@ -223,8 +224,10 @@ class Device:
 class Host:
     """A scheduler with chunked prefill, radix reuse, eviction, retraction, aborts and flushes."""
 
-    def __init__(self, seed: int, *, windows: Windows, requests: int, entries: int, pages: int, budget: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(
+        self, seed: int, *, windows: Windows, requests: int, entries: int, pages: int, budget: int, overlap: bool = True
+    ) -> None:
+        self.random, self.overlap = random.Random(seed), overlap
         self.rows, self.tree = Rows(requests), Tree()
         self.device = Device(windows, requests + 1, entries, pages)
         self.store = SinkStore(windows, requests + 1, entries)
@@ -294,16 +297,32 @@ class Host:
     # The loop of the scheduler.
 
     def step(self) -> None:
-        finished = self.pending
+        late = self.pending
         batch = self._prefill() or self._decode()
-        if finished is not None:
+        if late is not None:
             # The latest time at which it can run: the host has scheduled the next one already.
-            self.device.run(finished, self.salt)
-        if batch is not None and batch.extend:
-            self.device.buffers.apply(self.store.drain())
+            self._run(late)
+        # Without overlap for this batch, results are known before it starts.
+        known = late is not None and self.random.random() < 0.3
+        if known:
+            self._results(late)
+        if batch is not None:
+            if batch.extend:
+                self.device.buffers.apply(self.store.drain())
+            if self.random.random() < 0.5:
+                self._run(batch)
         self.pending = batch
-        if finished is not None:
-            self._results(finished)
+        if late is not None and not known:
+            self._results(late)
+        if batch is not None and not self.overlap:
+            self._run(batch)
+            self._results(batch)
+            self.pending = None
+
+    def _run(self, forward: Forward) -> None:
+        if not forward.ran:
+            self.device.run(forward, self.salt)
+        forward.ran = True
 
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.chunked or self.pending)

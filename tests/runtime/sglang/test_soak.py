@@ -22,7 +22,7 @@ def soak(host: Host, steps: int, *, every: int = 97) -> None:
             host.arrive()
         elif draw < 0.106:
             host.abort()
-        elif draw < 0.1065:
+        elif draw < 0.107:
             # A flush waits until nothing runs.
             host.waiting.clear()
             while not host.idle():
@@ -47,11 +47,16 @@ def soak(host: Host, steps: int, *, every: int = 97) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "sink", "recent", "requests", "entries", "pages"),
-    [(1, 64, 128, 6, 3, 40), (2, 64, 256, 4, 1, 24), (3, 100, 70, 8, 8, 60), (4, 0, 64, 3, 0, 22)],
+    ("seed", "sink", "recent", "requests", "entries", "pages", "overlap"),
+    [
+        (1, 64, 128, 6, 3, 40, True),
+        (2, 64, 256, 4, 1, 24, True),
+        (3, 100, 70, 8, 8, 60, True),
+        (4, 64, 64, 4, 2, 26, False),
+    ],
 )
 def test_no_row_is_ever_stale_and_the_ledger_is_exact_after_25000_steps_of_traffic(
-    seed, sink, recent, requests, entries, pages
+    seed, sink, recent, requests, entries, pages, overlap
 ):
     host = Host(
         seed,
@@ -60,6 +65,7 @@ def test_no_row_is_ever_stale_and_the_ledger_is_exact_after_25000_steps_of_traff
         entries=entries,
         pages=pages,
         budget=256,
+        overlap=overlap,
     )
     soak(host, 25_000)
     # The traffic was what it claims to be.
@@ -77,8 +83,9 @@ def test_no_row_is_ever_stale_and_the_ledger_is_exact_after_25000_steps_of_traff
     entries=st.integers(0, 4),
     pages=st.integers(20, 50),
     budget=st.sampled_from([64, 128, 256]),
+    overlap=st.booleans(),
 )
-def test_no_row_is_ever_stale_for_any_windows_and_sizes(seed, sink, recent, requests, entries, pages, budget):
+def test_no_row_is_ever_stale_for_any_windows_and_sizes(seed, sink, recent, requests, entries, pages, budget, overlap):
     host = Host(
         seed,
         windows=Windows(sink=sink, recent=recent),
@@ -86,6 +93,7 @@ def test_no_row_is_ever_stale_for_any_windows_and_sizes(seed, sink, recent, requ
         entries=entries,
         pages=pages,
         budget=budget,
+        overlap=overlap,
     )
     soak(host, 300, every=11)
 
