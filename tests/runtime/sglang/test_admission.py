@@ -1,4 +1,6 @@
 import ast
+import re
+import zipfile
 from array import array
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ from kvcq.errors import MismatchError
 from kvcq.runtime.sglang import admission
 from kvcq.runtime.sglang.store import Prefill, SinkStore
 from kvcq.spec.plan import Windows
+from tests.runtime.sglang.wheels import wheel
 
 REQ = "sglang.srt.managers.schedule_batch.Req"
 
@@ -117,3 +120,19 @@ def test_every_release_reuses_the_row_of_a_request_that_goes_on(sources):
     init = ast.unparse(sources.function("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"))
     assert "self._alloc_size = size + 1" in init
     assert "self.free_slots = list(range(1, self._alloc_size))" in init
+
+
+def test_every_release_gives_rows_and_takes_them_back_where_the_hooks_are(sources):
+    changed = re.compile(r"\.req_pool_idx = (?!req\.)|\.free_slots(\.append| =)")
+    with zipfile.ZipFile(wheel(sources.version)) as archive:
+        names = [name for name in archive.namelist() if name.startswith("sglang/srt/") and name.endswith(".py")]
+        found = {
+            name.removeprefix("sglang/srt/")
+            for name in names
+            if "req_pool_idx" in (text := archive.read(name).decode()) and changed.search(text)
+        }
+    # The hooked class, and two features that are refused.
+    served = {name for name in found if not name.startswith("disaggregation/")}
+    assert served == {"mem_cache/memory_pool.py", "session/streaming_session.py"}
+    body = ast.unparse(sources.find("sglang.srt.mem_cache.memory_pool.ReqToTokenPool"))
+    assert body.count(".req_pool_idx = ") == 2
