@@ -47,6 +47,7 @@ def serve_sglang(
         UnavailableError: no SGLang or no GPU.
     """
     given = read_given(request.arguments)
+    _check_files(request)
     reporter.stage("verifying the bundle")
     bundle = _open_bundle(request)
     machine = machine or this_machine()
@@ -80,6 +81,14 @@ def _open_bundle(request: SglangRequest) -> Bundle:
     if not isinstance(found, Bundle):
         raise InputError("not a bundle", where=request.bundle, fix="name a .kvcq that kvcq pack has written")
     return found
+
+
+def _check_files(request: SglangRequest) -> None:
+    """Refuse files that the server would look for in vain, minutes later."""
+    if request.chat_template is not None and not request.chat_template.is_file():
+        raise InputError("no such file", where=f"--chat-template {request.chat_template}")
+    if request.trace is not None and not request.trace.resolve().parent.is_dir():
+        raise InputError("its folder does not exist", where=f"--trace {request.trace}")
 
 
 def _free_port(request: SglangRequest) -> int:

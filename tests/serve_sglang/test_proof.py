@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcq.errors import InputError, MismatchError, ResourceError
+from kvcq.errors import CorruptArtifactError, InputError, MismatchError, ResourceError
 from kvcq.pipeline.serve_sglang import serve_sglang
 from tests.serve_sglang.conftest import MACHINE, Told, alive, request_of, serving
 
@@ -63,7 +63,12 @@ def test_a_server_that_does_not_prove_itself_is_ended(tiny, stub, way, words):
 @pytest.mark.parametrize(
     ("way", "kind", "words"),
     [
-        ("no_plugin", MismatchError, "did not load the plugin"),
+        ("no_plugin", MismatchError, "did not load the plugin: argument --attention-backend: invalid choice: 'kvcq'"),
+        ("not_loaded", MismatchError, "did not load the plugin: SGLang '0.5.99' is outside"),
+        ("plugin_refuses", InputError, "exit code 2 before it was ready: MLA is not served"),
+        ("plugin_corrupt", CorruptArtifactError, "exit code 4 before it was ready: the bundle is damaged"),
+        ("rows", ResourceError, "2 GiB of exact rows"),
+        ("silent", MismatchError, "exit code 3 before it was ready ("),
         ("unknown_flag", InputError, "unrecognized arguments: --nonsense"),
         (
             "hook",

@@ -103,6 +103,11 @@ def test_contexts_that_the_model_or_the_proof_do_not_have_are_refused(refused):
     assert "the canary alone has 205" in refused(InputError, max_context=128)
 
 
+def test_files_that_are_not_there_are_refused(refused, tmp_path):
+    assert "--chat-template" in refused(InputError, chat_template=tmp_path / "no.jinja")
+    assert "--trace" in refused(InputError, trace=tmp_path / "no" / "trace.jsonl")
+
+
 def test_a_port_in_use_is_refused(refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

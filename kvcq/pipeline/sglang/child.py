@@ -13,8 +13,7 @@ from contextlib import suppress
 from kvcq.errors import UnavailableError
 
 KEPT_LINES = 200
-# Written by kvcq's plugin, and by argparse.
-MARKS = ("error: ", ": error: ")
+OWN, PARSER = "error: ", ": error: "
 LINE_BYTES = 4096
 KILL_SECONDS = 10.0
 
@@ -65,19 +64,27 @@ class Child:
         return self.ended()
 
     def reason(self) -> str | None:
-        """Return why it ended, by the last line that states an error; None if no line does."""
-        self._reader.join(1.0)
-        for line in reversed(list(self._lines)):
-            for mark in MARKS:
-                before, found, after = line.partition(mark)
-                if found and (mark != MARKS[0] or not before.strip()):
-                    return after.strip()
-        return next((line.strip() for line in reversed(list(self._lines)) if line.strip()), None)
+        """Return why it ended, by the last line that states an error; else its last line, None without any."""
+        lines = self._last()
+        for line in reversed(lines):
+            # At the start of a line kvcq's plugin states it, and elsewhere argparse.
+            if line.startswith(OWN):
+                return line.removeprefix(OWN).strip()
+            if PARSER in line:
+                return line.partition(PARSER)[2].strip()
+        return lines[-1] if lines else None
+
+    def after(self, mark: str) -> str | None:
+        """Return what follows a text in the last of its lines that has it; None if no line does."""
+        return next((line.partition(mark)[2].strip() for line in reversed(self._last()) if mark in line), None)
 
     def said(self, text: str) -> bool:
         """Tell whether one of its last lines has this text, upper or lower case."""
+        return any(text.lower() in line.lower() for line in self._last())
+
+    def _last(self) -> list[str]:
         self._reader.join(1.0)
-        return any(text.lower() in line.lower() for line in list(self._lines))
+        return list(self._lines)
 
     def ask(self) -> None:
         """Ask it to end: SGLang answers what runs, then ends itself."""
@@ -98,7 +105,10 @@ class Child:
         if stream is None:
             return
         while data := stream.readline(LINE_BYTES):
-            line = data.decode("utf-8", "replace").rstrip()
+            # Of a progress bar, what it shows in the end.
+            line = data.decode("utf-8", "replace").rstrip().rpartition("\r")[2]
+            if not line:
+                continue
             self._lines.append(line)
             # Whatever happens to the reader of the lines: a full pipe would stop the server.
             with suppress(Exception):

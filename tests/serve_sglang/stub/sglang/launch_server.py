@@ -26,7 +26,21 @@ FLAGS = {ARGV[i]: ARGV[i + 1] for i in range(len(ARGV) - 1) if ARGV[i].startswit
 
 def early() -> None:
     """End as SGLang ends when something is wrong from the start."""
-    if WAY == "no_plugin":
+    if WAY == "silent":
+        sys.exit(3)
+    if WAY == "plugin_refuses":
+        print("error: MLA is not served\n\n")
+        sys.exit(2)
+    if WAY == "plugin_corrupt":
+        print("error: the bundle is damaged")
+        sys.exit(4)
+    if WAY == "rows":
+        print("loading:  0%\rloading: 100%")
+        print("error: 1 GiB are left for the cache, 64 running requests take 2 GiB of exact rows")
+        sys.exit(1)
+    if WAY == "not_loaded":
+        print("kvcq is not loaded: SGLang '0.5.99' is outside the supported releases")
+    if WAY in ("no_plugin", "not_loaded"):
         print("usage: sglang serve [-h]\nsglang serve: error: argument --attention-backend: invalid choice: 'kvcq'")
         sys.exit(2)
     if WAY == "unknown_flag":
