@@ -63,8 +63,10 @@ def refuse_flags(result: Any, self: Any) -> None:
     if not selected(self):
         return
     from sglang.srt.environ import envs
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     with _ending():
+        verify(HookRegistry, FUNCTIONS, versions.require())
         config = self.get_model_config()
         manifest = Settings.of_config(config.hf_config).open().manifest
         facts = model_facts(config.hf_config.to_dict(), config)

@@ -265,6 +265,30 @@ def test_sliding_windows_have_work_lists_of_their_own():
     assert relative(cut[0], wanted) < 1e-4 and relative(whole, cut) > 1e-2
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_caps_and_learned_sinks_weigh_as_in_plain_attention(softcap):
+    # Centred keys: what their products lack must come back before the cap, and in the sinks' share.
+    model = tiny_model("llama", num_hidden_layers=1)
+    stage = Stage(tables_of(model), WINDOWS)
+    attention = attention_of(stage, model)
+    q, k, v = (torch.randn(10, heads, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 3))
+    v, sinks = v[:, :2], torch.tensor([0.5, -1.0, 2.0, 0.0])
+    rule = Rule(0.3, softcap=softcap, sinks=sinks)
+    request = stage.admit(draw(10, 1))
+    attention.begin_extend(stage.extend([(request, 9)]), 9)
+    found = [attention.extend(0, q[:9], k[:9], v[:9], rule)]
+    # The tenth token still reads all keys exactly: three sinks and eight recent ones.
+    attention.begin_decode(stage.decode([request]))
+    found.append(attention.decode(0, q[9:], k[9:], v[9:], rule))
+    logits = 0.3 * torch.einsum("thd,shd->hts", q, k.repeat_interleave(2, 1))
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf)
+    weights = torch.cat([logits, sinks[:, None, None].expand(-1, 10, 1)], -1).softmax(-1)[..., :-1]
+    wanted = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(2, 1))
+    assert relative(torch.cat(found), wanted) < 1e-4
+
+
 def test_forwards_that_were_not_prepared_are_refused():
     model = tiny_model("llama", num_hidden_layers=1)
     stage = Stage(tables_of(model), WINDOWS)
