@@ -215,3 +215,8 @@ def test_options_of_sglang_are_refused_by_the_embedded_engine(tiny, more):
     done = python("-m", "kvcq", "serve", str(tiny.folder / "nova.kvcq"), "--model", str(tiny.model), *more)
     assert done.returncode == 2
     assert b"--engine hf" in done.stderr
+
+
+def test_what_is_checked_first_loads_no_model_libraries():
+    code = "import sys, kvcq.pipeline.serve_sglang; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert python("-c", code).stdout.strip() == b"[]"
