@@ -61,6 +61,7 @@ class ModelFacts:
         d_k: Channels of a key.
         d_v: Channels of a value.
         dtype: In which SGLang would run it with ``--dtype auto``.
+        named: The configuration names its architecture, which SGLang picks its own code by.
         traits: Keys of `TRAITS`.
         rope: The rotary settings: ``rope_type``, ``rope_theta`` and what else they state; empty where there are none.
     """
@@ -72,6 +73,7 @@ class ModelFacts:
     d_k: int
     d_v: int
     dtype: str = "bfloat16"
+    named: bool = True
     traits: frozenset[str] = frozenset()
     rope: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,7 +89,8 @@ def model_facts(config: Mapping[str, Any], sglang: Any = None) -> ModelFacts:
         KeyError: the configuration states no number of layers or heads.
     """
     text = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), config)
-    name = str((config.get("architectures") or text.get("architectures") or [config.get("model_type")])[0])
+    architectures = config.get("architectures")
+    name = str(architectures[0] if architectures else config.get("model_type"))
     q_heads = int(text["num_attention_heads"])
     d_k = int(text.get("head_dim") or text["hidden_size"] // q_heads)
     kv = text.get("num_key_value_heads")
@@ -99,6 +102,7 @@ def model_facts(config: Mapping[str, Any], sglang: Any = None) -> ModelFacts:
         d_k=d_k,
         d_v=int(text.get("v_head_dim") or d_k),
         dtype=_dtype(text) if sglang is None else str(sglang.dtype).removeprefix("torch."),
+        named=bool(architectures),
         traits=_traits(name, config, text) | (frozenset() if sglang is None else _seen(sglang)),
         rope=_rope(text),
     )

@@ -105,6 +105,9 @@ def _dtype(args: Any, model: ModelFacts) -> Iterator[Refusal]:
 
 
 def _model(model: ModelFacts) -> Iterator[Refusal]:
+    if not model.named:
+        remedy = """--json-model-override-args '{"architectures": ["..."]}' with the name of its class"""
+        yield Refusal(f"{model.name} config.json", "it names no architecture, by which SGLang picks its code", remedy)
     for trait, reason in TRAITS.items():
         if trait in model.traits:
             yield Refusal(model.name, reason, "serve a model of full-attention layers that are alike")

@@ -143,6 +143,12 @@ def test_a_plain_model_has_no_traits(changes):
     assert model_facts({**CONFIG, **changes}).traits == frozenset()
 
 
+def test_a_configuration_without_an_architecture_is_refused_with_the_way_to_name_it():
+    found = refusals(served(), model_facts({**CONFIG, "architectures": None}))
+    assert [refusal.flag for refusal in found] == ["llama config.json"]
+    assert "--json-model-override-args" in found[0].remedy
+
+
 def test_a_text_model_inside_a_larger_configuration_is_the_one_that_counts():
     inner = {**CONFIG, "num_hidden_layers": 7}
     found = model_facts(
