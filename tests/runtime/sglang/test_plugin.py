@@ -310,6 +310,15 @@ def test_what_is_not_served_ends_the_launcher_with_one_line(start, capsys, overr
     assert ended.value.code == code and words in line and line.count("\n") == 1
 
 
+def test_a_variable_that_replaces_the_pool_ends_the_launcher(start, capsys):
+    host = start()
+    envs = pkgutil.resolve_name("sglang.srt.environ").envs
+    envs.SGLANG_USE_HND_KVCACHE.get = lambda: True
+    with pytest.raises(SystemExit) as ended:
+        host.args.check_server_args()
+    assert ended.value.code == 2 and "SGLANG_USE_HND_KVCACHE" in capsys.readouterr().err
+
+
 def test_a_pool_of_bf16_rows_ends_the_scheduler(start, capsys):
     host = start()
     runner = host.Runner(host.args, host.config, 3, 256)
