@@ -289,6 +289,9 @@ def install(monkeypatch, version: str) -> SimpleNamespace:
         },
         "runtime_context": {"get_parallel": lambda: SimpleNamespace(attn_tp_size=1, attn_tp_rank=0)},
     }
+    if version.startswith("0.5.13"):
+        del parts["runtime_context"]
+        parts["layers.dp_attention"] = {"get_attention_tp_size": lambda: 1, "get_attention_tp_rank": lambda: 0}
     if configurator:
         parts["mem_cache.kv_cache_configurator"] = {"KVCacheConfigurator": runner}
     else:

@@ -223,8 +223,9 @@ def test_a_server_attends_and_traces_what_the_replay_of_its_trace_computes(start
         assert relative(found, wanted[-len(found) :]) < 1e-3
 
 
-def test_both_ways_of_building_pools_give_ours(start):
-    runner, backend = build(start("0.5.16"))
+@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.16"])
+def test_every_way_of_building_pools_gives_ours(start, version):
+    runner, backend = build(start(version))
     assert runner.token_to_kv_pool.store is not None and backend.token_to_kv_pool is runner.token_to_kv_pool
     plain = small.module("sglang.srt.mem_cache.memory_pool").MHATokenToKVPool
     assert plain is small.PlainPool
@@ -343,6 +344,17 @@ def test_the_entry_point_is_the_plugin_and_imports_no_engine():
     code = "import sys, kvcq.runtime.sglang.plugin; print([m for m in ('sglang', 'transformers') if m in sys.modules])"
     done = python("-c", code)
     assert (done.returncode, done.stdout.strip()) == (0, b"[]"), done.stderr
+
+
+def test_every_release_tells_the_ranks_of_attention(sources):
+    context = "sglang.srt.runtime_context"
+    if sources.has(context):
+        assert sources.parameters(f"{context}.get_parallel") == []
+        for name in ("attn_tp_size", "attn_tp_rank"):
+            assert sources.function(f"{context}.ParallelContext.{name}").decorator_list
+    else:
+        for name in ("get_attention_tp_size", "get_attention_tp_rank"):
+            assert sources.parameters(f"sglang.srt.layers.dp_attention.{name}") == []
 
 
 def test_the_small_sglang_has_the_parameters_of_the_real_one(sources, monkeypatch):
