@@ -17,6 +17,10 @@ POLL_SECONDS = 0.5
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to ask a server that listens everywhere
 
 
+class NoAnswer(EvaluationError):
+    """The connection broke, or nobody listens."""
+
+
 @dataclass(frozen=True)
 class Scored:
     """An answer to a prompt with log-probabilities.
@@ -121,7 +125,7 @@ class Client:
         try:
             answer = self._http.request(method, place, json=body, timeout=ANSWER_SECONDS)
         except httpx2.HTTPError as error:
-            raise EvaluationError(f"no answer: {error or type(error).__name__}", where=f"{self.url}{place}") from None
+            raise NoAnswer(f"no answer: {error or type(error).__name__}", where=f"{self.url}{place}") from None
         if answer.status_code != 200:
             raise EvaluationError(f"HTTP {answer.status_code}: {shown(answer.text)}", where=f"{self.url}{place}")
         try:

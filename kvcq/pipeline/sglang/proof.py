@@ -56,7 +56,7 @@ def prove(client: Client, bundle: Bundle, memory: Memory) -> Proof:
         for record in _records(client.info()):
             _check_fallbacks(record)
     except EvaluationError as error:
-        raise MismatchError(error.what, where=error.where, fix=AGAIN) from None
+        raise MismatchError(error.what, where=error.where, fix=AGAIN) from error
     first = records[0]
     return Proof(
         statistic=statistic,

@@ -17,7 +17,7 @@ from kvcq.pipeline.capacity import layer_lines
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.ready import Ready
 from kvcq.pipeline.sglang.child import Child
-from kvcq.pipeline.sglang.client import Client
+from kvcq.pipeline.sglang.client import Client, NoAnswer
 from kvcq.pipeline.sglang.failure import early_end
 from kvcq.pipeline.sglang.machine import Machine
 from kvcq.pipeline.sglang.memory import Memory
@@ -26,7 +26,7 @@ from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.reports.text import plural, ranges, size
 
 POLL_SECONDS = 0.2
-END_SECONDS = 2.0
+END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def _proven(child: Child, client: Client, served: Served) -> Proof:
     """Return the proof, given by a server that still runs: else the reason of its end says more."""
     try:
         proof = prove(client, served.bundle, served.memory)
-    except MismatchError:
+    except MismatchError as error:
         # A broken connection is seen before the end that broke it.
-        if (code := child.wait(END_SECONDS)) is not None:
+        if (code := child.wait(END_SECONDS if isinstance(error.__cause__, NoAnswer) else 0.0)) is not None:
             raise early_end(child, code) from None
         raise
     if (code := child.ended()) is not None:
