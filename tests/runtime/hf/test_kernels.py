@@ -8,15 +8,20 @@ import os
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from kvcq.artifacts.bundle import open_bundle
 from kvcq.errors import UnsupportedError
 from kvcq.models.geometry import plan_geometry
+from kvcq.pipeline.proof import prove
 from kvcq.runtime.hf.cache import Host
+from kvcq.runtime.hf.load import open_host
 from kvcq.runtime.hf.semantics import ByQuery, Deferred, Served
 from kvcq.runtime.hf.turn import Turns
 from kvcq.runtime.layout import bits_per_element
 from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import LayerPlan
+from tests.chain import make_world
 from tests.runtime.hf.setup import (
     INT2,
     PAIRS,
@@ -238,6 +243,16 @@ def test_what_reads_a_cache_is_told_with_the_reason():
         Host(model, codecs, geometry, WINDOWS, kernels=True)
     with pytest.raises(UnsupportedError, match="layer 0"):
         host_of(tiny(num_hidden_layers=1, head_dim=40), kernels=True)
+
+
+@on_cpu
+@pytest.mark.slow
+def test_a_bundle_is_proven_to_be_on_with_kernels_and_takes_the_bytes_of_the_layout(tmp_path):
+    world = make_world(tmp_path / "world", ("nova",))
+    bundle = open_bundle(world.pack("nova", tmp_path / "nova.kvcq"))
+    model = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float16)
+    with open_host(bundle, model, kernels=True) as host:
+        assert prove(bundle, host).statistic == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.gpu
