@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcq.errors import InputError, UnavailableError
+from kvcq.errors import InputError, ResourceError, UnavailableError
 from kvcq.kernels.reference import reference_extend
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
-from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, write
+from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, run, write
 from kvcq.pipeline.bench.baselines import Baseline
 from kvcq.pipeline.bench.candidate import Candidate, poison
 from kvcq.pipeline.bench.layers import Step
@@ -133,6 +134,8 @@ def test_without_a_gpu_only_the_dry_run_works(tmp_path: Path) -> None:
     [
         ({"ops": ("decode", "merge")}, "--ops"),
         ({"codecs": ("int3",)}, "--codecs"),
+        ({"codecs": (), "dry_run": True}, "--codecs"),
+        ({"ops": (), "dry_run": True}, "--ops"),
         ({"shapes": ("big",)}, "--shapes"),
         ({"repeats": 0}, "--repeats"),
         ({"out": Path("it.md")}, "--out"),
@@ -149,6 +152,41 @@ def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--force"):
         bench(BenchRequest(out=out, dry_run=True))
     assert bench(BenchRequest(out=out, dry_run=True, force=True)).plan
+
+
+def test_an_output_that_cannot_be_written_ends_the_run_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> BenchResult:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(run, "check_device", lambda: None)
+    monkeypatch.setattr(measure, "measure", never)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"it\.json"):
+        bench(BenchRequest(out=tmp_path / "file" / "it.json"))
+
+
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "check_device", lambda: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: sample())
+    bench(BenchRequest(out=tmp_path / "new" / "it.json"))
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        bench(BenchRequest(out=tmp_path / "other.json"))
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["it.json"]
+
+
+@CPU_ONLY
+def test_a_group_without_a_kernel_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(codec: str, shape: Shape, count: int) -> Step:
+        return layers.build_step(codec, shape, count, device="cpu", dtype=torch.float16)
+
+    monkeypatch.setattr(decode, "build_step", build)
+    assert decode.choice_of("int2", Shape(1, 64, 64, 24, 1)).startswith("torch (no decode kernel: 24 query heads")
 
 
 def test_peers_are_files_with_prepare(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
     if request.dry_run:
         return BenchResult(plan=[_line(op, shape) for op, shape in plan])
     check_device()
+    if request.out is not None:
+        _check_place(request.out)
     from kvcq.pipeline.bench.measure import measure
 
     result = measure(request, plan, reporter)
@@ -65,6 +67,9 @@ def check_device() -> None:
 
 
 def _check(request: BenchRequest) -> None:
+    for flag, given, known in (("--ops", request.ops, OPS), ("--codecs", request.codecs, CODECS)):
+        if not given:
+            raise InputError("nothing is chosen", where=flag, fix=f"use {', '.join(known)}")
     for op in request.ops:
         if op not in OPS:
             raise InputError(f"{op!r} is no operation", where="--ops", fix=f"use {', '.join(OPS)}")
@@ -90,10 +95,26 @@ def _line(op: str, shape: Shape) -> str:
     )
 
 
-def _save(result: BenchResult, out: Path) -> None:
-    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
-    staging = out.with_name(f".{out.name}.staging")
+def _check_place(out: Path) -> None:
+    """Find out before minutes of measuring that the record could not be written."""
+    staging = _staging(out)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(out)
+        staging.touch()
+        staging.unlink()
+
+
+def _staging(out: Path) -> Path:
+    return out.with_name(f".{out.name}.staging")
+
+
+def _save(result: BenchResult, out: Path) -> None:
+    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
+    staging = _staging(out)
+    with disk_errors(out):
+        try:
+            staging.write_text(text, encoding="utf-8")
+            staging.replace(out)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise
