@@ -191,6 +191,11 @@ def test_checks_name_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UnsupportedError, match="not tested on HIP"):
         check_platform(torch.device("cuda"))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_platform(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="tensors on cuda:1, but the current device is cuda:0"):
+        check_platform(torch.device("cuda", 1))
 
 
 def test_the_interpreter_alone_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

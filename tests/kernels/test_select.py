@@ -73,6 +73,12 @@ def test_no_kernel_on_cpu_hip_and_old_devices() -> None:
     assert "7.5" in old.reason
 
 
+def test_no_kernel_for_groups_that_none_has() -> None:
+    assert chosen(layer=replace(QWEN, group=16)).backend == "triton"
+    choice = chosen(layer=replace(QWEN, group=24))
+    assert (choice.backend, choice.reason) == ("torch", "24 query heads a KV head: kernels have 1 to 16")
+
+
 @pytest.mark.parametrize("shared_bytes", [65_536, 101_376, 166_912, 232_448])
 def test_small_shared_memory_still_fits(shared_bytes: int) -> None:
     for head_dim in (64, 128):

@@ -5,6 +5,7 @@ On a CPU they run in Triton's interpreter; on CUDA the same laws hold in bfloat1
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -112,6 +113,34 @@ def test_what_kernels_store_does_not_depend_on_how_rows_arrive():
         # The interpreter's products end in other bits for tiles of other sizes.
         for ours, theirs in zip(other[1:], stored[0][1:], strict=True):
             assert relative(ours, theirs) < 1e-6
+
+
+@on_cpu
+def test_kernels_are_launched_on_the_device_of_the_model(monkeypatch):
+    # Triton takes the current device, which need not be that of the model.
+    from kvcq.runtime.hf import kernel_rows
+
+    inside, launched = [], set()
+
+    class Recorded(torch.cuda.device_of):
+        def __enter__(self):
+            inside.append(self)
+
+        def __exit__(self, *error):
+            inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", Recorded)
+    def launch(name, real, *args, **options):
+        assert inside, name
+        launched.add(name)
+        return real(*args, **options)
+
+    for name in ("write", "store_windows", "map_queries", "extend"):
+        monkeypatch.setattr(kernel_rows, name, partial(launch, name, getattr(kernel_rows, name)))
+    model = tiny(num_hidden_layers=1)
+    with host_of(model, kernels=True) as host:
+        run(model, host.new_cache(), tiny_tokens(12), [10, 1, 1])
+    assert launched == {"write", "store_windows", "map_queries", "extend"}
 
 
 @on_cpu
