@@ -130,6 +130,7 @@ def test_kernels_are_launched_on_the_device_of_the_model(monkeypatch):
             inside.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Recorded)
+
     def launch(name, real, *args, **options):
         assert inside, name
         launched.add(name)
