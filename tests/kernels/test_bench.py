@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,27 @@ def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(ResourceError, match="No space left"):
         bench(BenchRequest(out=tmp_path / "other.json"))
     assert [path.name for path in tmp_path.rglob("*.*")] == ["it.json"]
+
+
+def test_a_shape_that_is_too_large_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(shape: Shape, *_: object) -> Iterator[Row]:
+        if shape.batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it.")
+        yield Row("decode", shape, "int2", "cuda", Timing(10.0, 9.0, 11.0, 1))
+
+    for name, instead in {
+        "free": lambda: None,
+        "read_ceiling": lambda repeats: (4500.0, [4500.0]),
+        "describe_device": lambda: {"device": "none"},
+        "baselines": lambda *_: [],
+        "choice_of": lambda *_: "cuda",
+        "decode_rows": rows,
+    }.items():
+        monkeypatch.setattr(measure, name, instead)
+    plan = [("decode", Shape(batch, 64)) for batch in (1, 4000, 1)]
+    result = measure.measure(BenchRequest(codecs=("int2",)), plan, SILENT)
+    assert [row.timing is None for row in result.rows] == [False, True, False] and not result.wrong
+    assert "not timed: decode 4000x64 - all that follow: CUDA out of memory.\n" in result.text()
 
 
 @CPU_ONLY
