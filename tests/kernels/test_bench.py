@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,6 +222,22 @@ def test_peers_are_files_with_prepare(tmp_path: Path) -> None:
     for text in (str(good), "mine=", f"mine={tmp_path}", f"mine={empty}", f"mine={broken}", "mine=/no/such.py"):
         with pytest.raises(InputError, match="--peer"):
             load_peers([text])
+
+
+def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", place)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    assert {(target.op, target.shape) for target in script.TARGETS} <= {
+        (op, shape.label) for op, shape in cases(OPS, DECODE)
+    }
+    found = {target.name: (value, holds) for target, value, holds in script.reached(sample())}
+    assert found["INT2 against BF16"] == (pytest.approx(6.05), True)
+    assert found["INT2 against the kernel of OSCAR"] == (pytest.approx(1070.3 / 160), True)
+    assert not any(name.startswith("VQ") for name in found)
 
 
 def sample() -> BenchResult:
