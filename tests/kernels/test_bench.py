@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcq.errors import InputError, ResourceError, UnavailableError
+from kvcq.errors import InputError, ResourceError, UnavailableError, UnsupportedError
 from kvcq.kernels.reference import reference_extend
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
 from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, run, write
@@ -129,6 +129,19 @@ def test_without_a_gpu_only_the_dry_run_works(tmp_path: Path) -> None:
         "decode 32x32k: d 128, heads 32/8, 610 MiB a layer with windows (4.0 GiB in BF16)"
     )  # fmt: skip
     assert plan.payload() == {"kind": "bench", "plan": plan.plan} and not list(tmp_path.iterdir())
+
+
+def test_devices_that_are_too_old_and_a_missing_triton_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(UnsupportedError, match=r"need compute capability 8\.0, this is 7\.5"):
+        run.check_device()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    run.check_device()
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="triton is not installed"):
+        run.check_device()
 
 
 @pytest.mark.parametrize(

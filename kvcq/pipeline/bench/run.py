@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvcq.artifacts.disk import disk_errors
 from kvcq.errors import InputError, UnavailableError, UnsupportedError
+from kvcq.kernels.select import LOWEST_CAPABILITY
 from kvcq.pipeline.bench.layers import CODECS
 from kvcq.pipeline.bench.result import BenchResult
 from kvcq.pipeline.bench.shapes import OPS, Shape, cases, layers_for, parse_shapes
@@ -14,8 +16,6 @@ from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import BenchRequest
 from kvcq.pipeline.versions import installed
 from kvcq.reports.text import size
-
-MIN_CAPABILITY = (8, 0)
 
 
 def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
@@ -49,7 +49,7 @@ def check_device() -> None:
     """Refuse to begin where nothing can be timed.
 
     Raises:
-        UnavailableError: torch is built without CUDA, or sees no device.
+        UnavailableError: torch is built without CUDA, or sees no device, or there is no Triton.
         UnsupportedError: HIP, or a device that is too old.
     """
     import torch
@@ -62,8 +62,13 @@ def check_device() -> None:
     if not torch.cuda.is_available():
         raise UnavailableError("torch sees no CUDA device", where="bench kernels", fix=fix)
     found = torch.cuda.get_device_capability()
-    if found < MIN_CAPABILITY:
-        raise UnsupportedError(f"kernels need compute capability 8.0, this is {found[0]}.{found[1]}", fix=fix)
+    if found < LOWEST_CAPABILITY:
+        lowest, this = (".".join(map(str, capability)) for capability in (LOWEST_CAPABILITY, found))
+        raise UnsupportedError(
+            f"kernels need compute capability {lowest}, this is {this}", where="bench kernels", fix=fix
+        )
+    if find_spec("triton") is None:
+        raise UnavailableError("triton is not installed", where="bench kernels", fix="pip install triton")
 
 
 def _check(request: BenchRequest) -> None:
