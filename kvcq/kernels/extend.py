@@ -30,12 +30,11 @@ from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
 from kvcq.kernels.checks import check_platform, check_positive
 from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
-from kvcq.kernels.select import MAX_GROUP
+from kvcq.kernels.select import MAX_GROUP, SHARED_BYTES
 
 HALVE_ROWS = 32
 WIDE_HEAD = 128
 FILLING = 128
-HOPPER_SHARED = 232448
 
 _INT8, _INT32, _FLOAT, _SERVED = "*u8", "*i32", "*fp32", "*bf16"
 SIGNATURE: dict[str, str] = (
@@ -78,7 +77,7 @@ LAUNCHES = (
 )
 
 
-def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = HOPPER_SHARED) -> Launch:
+def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = SHARED_BYTES) -> Launch:
     """Return the largest launch of the table that fills the GPU and fits into its shared memory.
 
     One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program::
@@ -172,7 +171,7 @@ def extend(
         return
     k, v = tables.k, tables.v
     if launch is None:
-        shared = HOPPER_SHARED
+        shared = SHARED_BYTES
         if q.is_cuda:
             shared = _shared_limit(torch.cuda.current_device() if q.device.index is None else q.device.index)
         launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)

@@ -113,11 +113,6 @@ class Choice:
     exact_rows: int = CUDA_EXACT_ROWS
     shape: Shape | None = None
 
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return 1 if self.shape is None else self.shape.warps
-
 
 def choose(
     capability: tuple[int, int] | None,

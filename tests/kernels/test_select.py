@@ -37,8 +37,8 @@ def chosen(limits: Limits = H200, layer: Layer = QWEN, without: str | None = Non
 def test_cuda_where_it_has_the_shape(vq: bool, head_dim: int, group: int) -> None:
     choice = chosen(layer=Layer(head_dim, head_dim, 8, group, vq))
     assert choice.backend == "cuda"
-    assert choice.warps == 4
     assert choice.shape is not None
+    assert choice.shape.warps == 4
     assert choice.shape.warps * choice.shape.blocks <= 16
 
 
@@ -55,7 +55,6 @@ def test_triton_elsewhere_with_the_reason(layer: Layer, reason: str) -> None:
     choice = chosen(layer=layer)
     assert choice.backend == "triton"
     assert choice.shape is None
-    assert choice.warps == 1
     assert reason in choice.reason
 
 
