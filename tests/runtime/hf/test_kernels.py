@@ -4,7 +4,6 @@ On a CPU they run in Triton's interpreter; on CUDA the same laws hold in bfloat1
 """
 
 import copy
-import os
 from functools import partial
 
 import pytest
@@ -38,9 +37,6 @@ from tests.runtime.hf.setup import (
 from tests.tiny import tiny_model, tiny_tokens
 
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    # Read when kernels are decorated: no host has asked for them yet.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 on_cpu = pytest.mark.skipif(CUDA, reason="kernels are compiled here, which takes CUDA tensors")
 CHUNKS = [66, 1, 3, 1]
