@@ -17,6 +17,7 @@ from kvcq.codecs.packing import block_bytes as page_block_bytes
 from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.side import SideCodec
 from kvcq.errors import UnsupportedError
+from kvcq.kernels.cuda.fragments import map_fragments, search_fragments
 from kvcq.spec.codec import VQ_WORDS, CodecSpec, Spacing
 from kvcq.spec.plan import Windows
 
@@ -154,6 +155,18 @@ class Tables:
         rows = torch.cat([-words, norm - low, low, torch.ones_like(low), torch.zeros_like(low)], -2)
         ordered = rows.unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3).flatten(-4)
         return ordered.to(torch.bfloat16 if self.k.map.dtype == torch.bfloat16 else torch.float32).contiguous()
+
+    @cached_property
+    def key_map(self) -> Tensor:
+        """The map of keys as `cuda/write_keys.cu` reads it, see `map_fragments`."""
+        return map_fragments(self.k.map)
+
+    @cached_property
+    def key_search(self) -> Tensor | None:
+        """The codebook as `cuda/write_keys.cu` reads it, see `search_fragments`; None without words."""
+        if self.codebook is None or self.codebook_scale is None:
+            return None
+        return search_fragments(self.codebook, self.codebook_scale)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,17 @@ import pytest
 
 from kvcq.errors import UnavailableError
 from kvcq.kernels.cuda import compile as build
-from kvcq.kernels.cuda.compile import DEFAULT_SHARED, HEAD_DIMS, MAX_GROUP, SOURCES, Shape, Variant, source, unserved
+from kvcq.kernels.cuda.compile import (
+    DEFAULT_SHARED,
+    HEAD_DIMS,
+    MAX_GROUP,
+    SOURCES,
+    KeysVariant,
+    Shape,
+    Variant,
+    source,
+    unserved,
+)
 from kvcq.kernels.select import launch_shape
 
 REGISTERS = 65536
@@ -43,7 +53,7 @@ def name_of(variant: Variant) -> str:
     return f"{kind}-d{variant.head_dim}-group{variant.group}{'-cap' if variant.softcap else ''}"
 
 
-def compiled(text: str, variant: Variant) -> tuple[int, str]:
+def compiled(text: str, variant: Variant | KeysVariant) -> tuple[int, str]:
     """Compile for sm_90 and return the status and what the compiler and the assembler say."""
     library = ctypes.CDLL(str(LIBRARY))
     options = ["--gpu-architecture=sm_90", "--std=c++17", "--ptxas-options=-v"]
