@@ -218,5 +218,7 @@ class Requests:
 def _check(name: str, spec: CodecSpec, d: int) -> None:
     if d % 16 or d > MAX_HEAD_DIM:
         raise UnsupportedError(f"head dim {d}: kernels have multiples of 16 up to {MAX_HEAD_DIM}", where=name)
-    if spec.unserved and spec.bits != 4:
-        raise UnsupportedError(f"no kernel: {spec.unserved}", where=name, fix="simulate this codec instead")
+    # Pages hold 2 bits; with 4 everything else must be as in pages.
+    reason = (spec.model_copy(update={"bits": 2}) if spec.bits == 4 else spec).unserved
+    if reason is not None:
+        raise UnsupportedError(f"no kernel: {reason}", where=name, fix="simulate this codec instead")

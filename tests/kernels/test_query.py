@@ -1,5 +1,6 @@
 """Mapped queries against float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,15 @@ def test_larger_tiles_give_the_same(
     assert shape.rows == {3000: 32, 30_000: 64, 300_000: 128}[tokens]
     assert relative_error(found, wanted) < LIMIT[dtype]
     assert shift is not None and offset is not None and relative_error(shift, offset) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{"groups": 2}, {"metadata": "fp32-zero"}, {"pre_rope": True}, {"bits": 3}])
+def test_codecs_without_a_kernel_have_no_tables(changes: dict[str, Any]) -> None:
+    codec = random_codec("int4", 2, 64, 64, torch.float32)
+    assert Tables.of(codec, 2, 64, 64, torch.float32, torch.device("cpu")).k.bits == 4
+    changed = replace(codec, k=replace(codec.k, spec=codec.k.spec.model_copy(update=changes)))
+    with pytest.raises(UnsupportedError, match="no kernel"):
+        Tables.of(changed, 2, 64, 64, torch.float32, torch.device("cpu"))
 
 
 def test_queries_may_be_a_part_of_a_joint_projection(dtype: torch.dtype, device: torch.device) -> None:
