@@ -59,9 +59,13 @@ def decode_partials_cuda(
         reason = f"rows in {q.dtype}: the CUDA kernel has bfloat16"
     if reason is not None:
         raise UnsupportedError(reason, fix="use the Triton kernel")
-    for name, rows in (("q", q), ("sink_k", cache.sink_k), ("sink_v", cache.sink_v)):
-        if rows.data_ptr() % 16:
-            raise ValueError(f"{name} at address {rows.data_ptr():#x} is not aligned to 16 bytes")
+    loaded = {
+        "q": q, "sink_k": cache.sink_k, "sink_v": cache.sink_v, "ring_k": cache.ring_k, "ring_v": cache.ring_v,
+        "codebook": tables.codebook,
+    }  # fmt: skip
+    for name, tensor in loaded.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} at address {tensor.data_ptr():#x} is not aligned to 16 bytes")
     variant = Variant(tables.k.d, group, tables.vq, softcap is not None, shape)
     unit, cap = log2_units(scaling, softcap)
     toolkit, device = core(), q.device.index or 0
