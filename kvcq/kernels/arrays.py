@@ -158,8 +158,13 @@ class Tables:
 
     @cached_property
     def key_map(self) -> Tensor:
-        """The map of keys as `cuda/write_keys.cu` reads it, see `map_fragments`."""
+        """The map of keys as `cuda/rows.cuh` reads it, see `map_fragments`."""
         return map_fragments(self.k.map)
+
+    @cached_property
+    def value_map(self) -> Tensor:
+        """The map of values, likewise."""
+        return map_fragments(self.v.map)
 
     @cached_property
     def key_search(self) -> Tensor | None:

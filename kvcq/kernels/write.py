@@ -28,7 +28,7 @@ from kvcq.errors import UnavailableError, UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, SideTables, Tables
 from kvcq.kernels.checks import check_platform, check_tensor
 from kvcq.kernels.cuda.compile import HEAD_DIMS, core, missing
-from kvcq.kernels.cuda.write import keys_unserved, write_keys
+from kvcq.kernels.cuda.write import Tokens, device_unserved, keys_unserved, uniform_unserved, write_keys, write_uniform
 from kvcq.kernels.limits import device_limits
 from kvcq.kernels.select import SHARED_BYTES, Limits
 from kvcq.kernels.write_uniform import FULL, half_bits, uniform_codes
@@ -323,7 +323,7 @@ def write(
 ) -> None:
     """Code tokens into their pages, and keep their exact rows on demand.
 
-    One launch, or two where the CUDA kernel writes the keys: `cuda.write`.
+    One launch, or two where a CUDA kernel writes keys in vector codes, see `cuda.write`.
 
     Args:
         tables: Constants of the layer.
@@ -337,7 +337,7 @@ def write(
         rows: Outputs ``[T, H, d_k]`` and ``[T, H, d_v]`` for the frame rows r and v' of every token, or None.
         windows: Whether rows are stored in sinks (positions below S) and rings (the last R positions of a request).
         clamped: int64 ``[1]``; the number of values that float16 could not hold is added.
-        launch: Instead of `choose_launch`.
+        launch: How Triton writes; None: by `choose_launch`, or through the CUDA kernels where they serve the layer.
 
     Raises:
         UnsupportedError: a geometry, codec or platform without a kernel.
@@ -348,13 +348,17 @@ def write(
     if tokens == 0:
         return
     limits = _limits(k.device)
-    here = not _keys_by_cuda(k.device, tables.k.d, tables.vq, k.dtype)
+    cuda = launch is None and _cuda_loads(k.device)
+    keys, values = cuda_sides(tables, k.dtype, limits) if cuda else (False, False)
+    if keys or values:
+        given = Tokens(slots, positions, requests, batch, rows, windows, clamped)
+        if tables.vq:
+            write_keys(tables, cache, k, given, limits)
+        if values:
+            write_uniform(tables, cache, k, v, given, limits, keys=not tables.vq)
+            return
+    here = not keys
     launch = launch or choose_launch(tables.k.d, tables.v.d, tables.vq and here, limits.shared_bytes)
-    if not here:
-        write_keys(
-            tables, cache, k, slots=slots, positions=positions, requests=requests, batch=batch,
-            rows=None if rows is None else rows[0], windows=windows, clamped=clamped, limits=limits,
-        )  # fmt: skip
     tiles = triton.cdiv(tokens, TOKENS)
     parts = max(1, min(FEW_PROGRAMS // (tiles * heads), tables.k.d // 16)) if tables.vq else 1
     absent = slots
@@ -380,15 +384,27 @@ def _limits(device: torch.device) -> Limits:
 
 
 @lru_cache(maxsize=64)
-def _keys_by_cuda(device: torch.device, d_k: int, vq: bool, dtype: torch.dtype) -> bool:
-    """Return whether the CUDA kernel writes the keys: of a layer and device always or never, so that codes agree."""
-    if device.type != "cuda" or missing() is not None or keys_unserved(d_k, vq, dtype, _limits(device)) is not None:
+def _cuda_loads(device: torch.device) -> bool:
+    """Return whether CUDA kernels can be compiled for a device: always or never, so that codes agree."""
+    if device.type != "cuda" or missing() is not None:
         return False
     try:
         core()
     except UnavailableError:
         return False
     return True
+
+
+def cuda_sides(tables: Tables, dtype: torch.dtype, limits: Limits) -> tuple[bool, bool]:
+    """Return whether CUDA kernels write the keys and the values of a layer: of any tokens, so that codes agree."""
+    if device_unserved(dtype, limits) is not None:
+        return False, False
+    values = uniform_unserved(tables.v) is None
+    if tables.vq:
+        keys = keys_unserved(tables) is None
+        return keys, keys and values
+    both = values and uniform_unserved(tables.k) is None and tables.k.d == tables.v.d
+    return both, both
 
 
 def padded(d: int) -> int:

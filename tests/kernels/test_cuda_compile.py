@@ -17,7 +17,7 @@ from kvcq.kernels.cuda.compile import (
     HEAD_DIMS,
     MAX_GROUP,
     SOURCES,
-    KeysVariant,
+    RowsVariant,
     Shape,
     Variant,
     source,
@@ -53,7 +53,7 @@ def name_of(variant: Variant) -> str:
     return f"{kind}-d{variant.head_dim}-group{variant.group}{'-cap' if variant.softcap else ''}"
 
 
-def compiled(text: str, variant: Variant | KeysVariant) -> tuple[int, str]:
+def compiled(text: str, variant: Variant | RowsVariant) -> tuple[int, str]:
     """Compile for sm_90 and return the status and what the compiler and the assembler say."""
     library = ctypes.CDLL(str(LIBRARY))
     options = ["--gpu-architecture=sm_90", "--std=c++17", "--ptxas-options=-v"]

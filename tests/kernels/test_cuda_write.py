@@ -1,8 +1,9 @@
-"""Keys in vector codes in CUDA: the source compiles within its registers, its tables, and when it is chosen."""
+"""Write in CUDA: the sources compile within their registers, their tables say what they should, what they serve."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import pytest
 import torch
@@ -10,22 +11,26 @@ from torch import Tensor
 
 from kvcq.codecs.codebook import nearest
 from kvcq.errors import UnsupportedError
-from kvcq.kernels.cuda.compile import DEFAULT_SHARED, HEAD_DIMS, KEYS_SOURCES, KeysVariant, source
+from kvcq.kernels.arrays import Tables
+from kvcq.kernels.cuda.compile import DEFAULT_SHARED, HEAD_DIMS, RowsVariant, source
 from kvcq.kernels.cuda.fragments import map_fragments, search_fragments, word_terms
-from kvcq.kernels.cuda.write import choose_keys, keys_unserved
+from kvcq.kernels.cuda.write import choose_rows, device_unserved, keys_unserved, uniform_unserved
 from kvcq.kernels.select import Limits
-from kvcq.kernels.write import choose_launch
+from kvcq.kernels.write import choose_launch, cuda_sides
+from tests.kernels.build import build_case
 from tests.kernels.test_cuda_compile import REGISTERS, WARP, compiled, needs_nvrtc
 
 HOPPER = Limits((9, 0))
-VARIANTS = [choose_keys(d, tokens, 8, 132)[0] for d in HEAD_DIMS for tokens in (1, 8192)]
+ENTRIES: tuple[Literal["write_keys", "write_uniform"], ...] = ("write_keys", "write_uniform")
+VARIANTS = [choose_rows(entry, d, tokens, 8, 132)[0] for entry in ENTRIES for d in HEAD_DIMS for tokens in (1, 8192)]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"d{variant.head_dim}-team{variant.team}")
-def test_every_variant_fits_its_registers_without_spills(variant: KeysVariant) -> None:
-    status, log = compiled(source(KEYS_SOURCES), variant)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.entry}-d{variant.head_dim}-{variant.team}")
+def test_every_variant_fits_its_registers_without_spills(variant: RowsVariant) -> None:
+    status, log = compiled(source(variant.sources), variant)
     assert status == 0, log
+    assert "warning" not in log
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert registers, log
@@ -34,13 +39,19 @@ def test_every_variant_fits_its_registers_without_spills(variant: KeysVariant) -
     assert rounded * WARP * variant.shape.warps * variant.shape.blocks <= REGISTERS
 
 
-def test_the_source_knows_how_much_shared_memory_it_has() -> None:
-    text = source(KEYS_SOURCES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.entry}-d{variant.head_dim}-{variant.team}")
+def test_the_sources_need_no_other_file_and_little_shared_memory(variant: RowsVariant) -> None:
+    text = source(variant.sources)
     assert "#include" not in text
     assert text.count('extern "C" __global__') == 1
+    assert variant.shared_bytes <= DEFAULT_SHARED
+
+
+def test_the_source_knows_how_much_shared_memory_it_has() -> None:
+    text = source(("rows.cuh", "write_keys.cu"))
     assert "TILE_WORDS = 132;" in text and "STAGES = 3;" in text
-    alone = KeysVariant(128, 1, VARIANTS[-1].shape)
-    assert alone.shared_bytes == 4 * 16 * 132 * 4 + 3 * (256 + 64) * 16 <= DEFAULT_SHARED
+    alone = choose_rows("write_keys", 128, 8192, 8, 132)[0]
+    assert alone.shared_bytes == 4 * 16 * 132 * 4 + 3 * (256 + 64) * 16
 
 
 def test_a_map_is_ordered_as_its_product_takes_it() -> None:
@@ -107,21 +118,51 @@ def test_the_word_nearest_to_zero_scores_zero_and_others_less_at_zero() -> None:
 
 
 def test_long_prompts_have_warps_of_their_own() -> None:
-    assert choose_keys(128, 8192, 8, 132)[0].team == 1
+    for entry in ENTRIES:
+        assert choose_rows(entry, 128, 8192, 8, 132)[0].team == 1
     for tokens, parts in ((1, 4), (128, 4), (512, 2), (2048, 1)):
-        variant, found = choose_keys(128, tokens, 8, 132)
+        variant, found = choose_rows("write_keys", 128, tokens, 8, 132)
         assert (variant.team, found) == (8, parts)
-    assert choose_keys(64, 1, 8, 132)[0].team == 4
+        assert choose_rows("write_uniform", 128, tokens, 8, 132) == (
+            RowsVariant("write_uniform", 128, 8, variant.shape),
+            1,
+        )
+    assert choose_rows("write_keys", 64, 1, 8, 132)[0].team == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "d_k", "d_v", "wanted"),
+    [
+        ("vq", 64, 64, (True, True)),
+        ("vq", 64, 128, (True, True)),
+        ("vq", 64, 48, (True, False)),
+        ("vq", 32, 64, (False, False)),
+        ("vq_groups", 64, 64, (True, False)),
+        ("int2", 64, 64, (True, True)),
+        ("int2", 64, 128, (False, False)),
+        ("int2", 32, 32, (False, False)),
+        ("groups", 64, 64, (False, False)),
+        ("int4", 64, 64, (False, False)),
+        ("lloyd", 64, 64, (False, False)),
+    ],
+)
+def test_what_cuda_writes(kind: str, d_k: int, d_v: int, wanted: tuple[bool, bool]) -> None:
+    tables = build_case(kind, [1], d_k=d_k, d_v=d_v, dtype=torch.float16, device=torch.device("cpu"), fill=False).tables
+    assert cuda_sides(tables, torch.bfloat16, HOPPER) == wanted
+    assert cuda_sides(tables, torch.float16, HOPPER) == (False, False)
 
 
 def test_what_is_not_served_is_named() -> None:
-    served = torch.bfloat16
-    assert keys_unserved(128, True, served, HOPPER) is None
-    assert "uniform" in str(keys_unserved(128, False, served, HOPPER))
-    assert "head dim 96" in str(keys_unserved(96, True, served, HOPPER))
-    assert "float16" in str(keys_unserved(64, True, torch.float16, HOPPER))
-    assert "8.0" in str(keys_unserved(64, True, served, Limits((7, 5))))
-    assert "8.0" in str(keys_unserved(64, True, served, Limits(None)))
+    def tables(kind: str, d: int) -> Tables:
+        return build_case(kind, [1], d_k=d, d_v=d, dtype=torch.float16, device=torch.device("cpu"), fill=False).tables
+
+    assert "head dim 32" in str(keys_unserved(tables("vq", 32)))
+    assert "uniform" in str(keys_unserved(tables("int2", 64)))
+    assert "4 bits" in str(uniform_unserved(tables("int4", 64).v))
+    assert device_unserved(torch.bfloat16, HOPPER) is None
+    assert "float16" in str(device_unserved(torch.float16, HOPPER))
+    for limits in (Limits((7, 5)), Limits(None), Limits((9, 0), hip="6.0")):
+        assert "8.0" in str(device_unserved(torch.bfloat16, limits))
 
 
 def test_launches_fit_the_shared_memory_of_a_device() -> None:

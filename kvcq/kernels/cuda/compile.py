@@ -8,12 +8,11 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from kvcq.errors import UnavailableError
 
 SOURCES = ("device.cuh", "decode.cu")
-KEYS_SOURCES = ("write_keys.cu",)
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 ROW_PADDING = 8
@@ -21,7 +20,7 @@ STATE_BYTES = 64
 FLOAT_BYTES = 4
 TABLE_BYTES = 1024
 
-# Of write_keys.cu: 8 channels of 32 rows, padded, and the tables of a group in stages.
+# Of rows.cuh: 8 channels of 32 rows, padded; of write_keys.cu: the tables of a group in stages.
 TILE_BYTES = 528
 GROUP_BYTES = 5120
 STAGES = 3
@@ -85,21 +84,25 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class KeysVariant:
-    """Constants of one compiled kernel that writes keys in vector codes.
+class RowsVariant:
+    """Constants of one compiled kernel that writes rows.
 
     Attributes:
-        head_dim: d of keys, 64 or 128.
+        entry: ``write_keys``: keys in vector codes; ``write_uniform``: rows in 2-bit codes.
+        head_dim: d, 64 or 128.
         team: Warps that share 32 tokens: 1, or all of a block.
         shape: How it lies on a multiprocessor.
     """
 
+    entry: Literal["write_keys", "write_uniform"]
     head_dim: int
     team: int
     shape: Shape
 
-    sources = KEYS_SOURCES
-    entry = "write_keys"
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Files of its source."""
+        return "rows.cuh", f"{self.entry}.cu"
 
     @property
     def macros(self) -> dict[str, int]:
@@ -120,7 +123,7 @@ class KeysVariant:
     def shared_bytes(self) -> int:
         """Shared memory of a block: its rows, and tables where every warp reads the same."""
         rows = self.shape.warps // self.team * (self.head_dim // 8) * TILE_BYTES
-        return rows + (STAGES * GROUP_BYTES if self.team == 1 else 0)
+        return rows + (STAGES * GROUP_BYTES if self.entry == "write_keys" and self.team == 1 else 0)
 
 
 def unserved(d_k: int, d_v: int, group: int, words: int) -> str | None:
@@ -169,7 +172,7 @@ def core() -> Any:
 
 
 @lru_cache(maxsize=64)
-def kernel(variant: Variant | KeysVariant, capability: tuple[int, int], device: int) -> Any:
+def kernel(variant: Variant | RowsVariant, capability: tuple[int, int], device: int) -> Any:
     """Compile a variant for a device, once, and let it take the shared memory that it needs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Tables of a layer in the order in which the registers of matrix instructions hold them, for `write_keys.cu`."""
+"""Tables of a layer in the order in which registers of matrix instructions hold them."""
 
 from __future__ import annotations
 

@@ -18,26 +18,13 @@
 //    float16 then holds them. No term is rounded but in sums.
 // 3. The best word is not worse than c', which scores 0, and scores at most 508 |r| < 2^17 - 2^10. With 513 added, as
 //    the accumulators start, the upper 6 bits of every number that may be the largest are the same: they make room for
-//    an index. Words are compared in runs of 4 that one lane holds: three instructions for the largest of a run, then
+//    an index. Words are compared in runs of 4 that one lane holds: two instructions for the largest of a run, then
 //    64 number + index of the run, and integers have a maximum of three.
 // 4. The 4 words of the best run score again in float32: <c, r> - |c|^2 (rho s / 2). Ties take the lowest index.
 //
-// In every fragment a lane is (row, quad) = (lane / 4, lane % 4). A lane sees four tokens of its warp's 32, item i:
-// 16 (i / 2) + 8 (i % 2) + row, and owns the one with i = quad.
+// A lane owns the item of its quad.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-
-constexpr int TILES = HEAD_DIM / 8;           // 8 channels, two groups
 constexpr int GROUPS = HEAD_DIM / 4;
-constexpr int STEPS = HEAD_DIM / 16;          // matrix steps of the frame product
-constexpr int CHUNKS = HEAD_DIM / 8;          // 16 bytes of a row
-constexpr int TOKENS = 32;                    // of a team
-constexpr int TEAMS = WARPS / TEAM;
-constexpr int TILE_WORDS = 132;               // 4 items, 8 rows, 4 quads; padded, so that a row is read without conflicts
-constexpr int TEAM_WORDS = TILES * TILE_WORDS;
 constexpr int FRAGMENTS = 256;                // 16-byte words of a group's table: operands of the search,
 constexpr int WORDS = 64;                     // and the 256 codewords, four int8 coordinates each
 constexpr int TABLE = FRAGMENTS + WORDS;
@@ -46,46 +33,8 @@ constexpr bool STREAM = TEAM == 1;            // tables come through shared memo
 
 constexpr int FLOOR = 0x44000000;             // bits of 512: what is smaller counts as that
 constexpr int START = 0x44004000;             // bits of 513: so that c' itself is more than the floor
-constexpr float FULL = 65504.f;
+constexpr float FULL = 65504.f;               // of float16
 constexpr float SMALLEST = 1e-8f;
-
-extern __shared__ uint4 shared[];
-
-struct Arguments {
-  const bf16* k;         // [tokens, heads, d], any strides
-  const uint4* map;      // fragments of A: [heads, TILES, STEPS / 2, 32]
-  const float* shift;    // [heads, d]
-  const uint4* tables;   // [heads, GROUPS, TABLE]
-  const float* scales;   // [heads, GROUPS]
-  u8* pages;             // [pages, heads, block_bytes]
-  const long long* slots;
-  const int* positions;
-  const int* requests;
-  const int* buffers;
-  const int* lengths;
-  bf16* sinks;           // [slots, heads, sink_rows, d]
-  bf16* ring;            // [slots, heads, ring_rows, d]
-  bf16* out;             // [tokens, heads, d] or null
-  u64* clamped;
-  long long token_stride;
-  long long head_stride;
-  int tokens;
-  int heads;
-  int sink_rows;
-  int ring_rows;
-  int block_bytes;
-  int affine_bytes;      // where the affine words of a block begin
-  int words;             // affine words of a token
-  int windows;
-};
-
-// ---------------------------------------------------------------------------------------------------- instructions
-
-__device__ __forceinline__ void mma_frame(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Scores of 8 words and 16 tokens, plus 513, as bits.
 __device__ __forceinline__ void mma_score(int (&d)[4], u32 a0, u32 a1, u32 b) {
@@ -94,113 +43,6 @@ __device__ __forceinline__ void mma_score(int (&d)[4], u32 a0, u32 a1, u32 b) {
       : "=f"(x), "=f"(y), "=f"(z), "=f"(w)
       : "r"(a0), "r"(a1), "r"(b), "f"(__int_as_float(START)));
   d[0] = __float_as_int(x), d[1] = __float_as_int(y), d[2] = __float_as_int(z), d[3] = __float_as_int(w);
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
-}
-
-// 16 bytes to shared memory, zeros unless `given`.
-__device__ __forceinline__ void copy16(u32 to, const void* from, bool given) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" :: "r"(to), "l"(from), "r"(given ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
-
-// Two floats as bfloat16 or float16, `low` in the low half.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 y;
-  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack_half(float low, float high) {
-  u32 y;
-  asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-}
-
-__device__ __forceinline__ float low_half(u32 pair) {
-  float y;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(pair));
-  return y;
-}
-
-__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// -------------------------------------------------------------------------------------------------------- the frame
-
-// Bring the rows of a team to shared memory: 16-byte chunk c of row t lies at chunk c ^ (t % 8).
-__device__ __forceinline__ void load_rows(const Arguments& a, uint4* rows, int first, int head, int member) {
-  const bf16* keys = a.k + (u64)head * a.head_stride;
-  const bool aligned = ((u64)a.k | 2 * a.token_stride | 2 * a.head_stride) % 16 == 0;
-  for (int i = 32 * member + threadIdx.x % 32; i < TOKENS * CHUNKS; i += 32 * TEAM) {
-    const int t = i / CHUNKS, chunk = i % CHUNKS;
-    const bool given = first + t < a.tokens;
-    const bf16* from = given ? keys + (u64)(first + t) * a.token_stride + 8 * chunk : a.k;
-    uint4* to = rows + t * CHUNKS + (chunk ^ (t % 8));
-    if (aligned) {
-      copy16(shared_address(to), from, given);
-    } else {
-      u32 w[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (given) w[e / 2] |= (u32)from[e] << (e % 2 * 16);
-      *to = make_uint4(w[0], w[1], w[2], w[3]);
-    }
-  }
-}
-
-// r of the team's tokens, from keys in shared memory to the same place: tile, item, row, quad.
-__device__ __forceinline__ void frame(const Arguments& a, u32* rows, int head, int member) {
-  const int lane = threadIdx.x % 32, quad = lane % 4;
-  u32 keys[2][STEPS][4];
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      const int t = 16 * m + lane % 16, chunk = 2 * s + lane / 16;
-      load_matrices(keys[m][s], shared_address(rows) + 16 * (t * CHUNKS + (chunk ^ (t % 8))));
-    }
-  __syncthreads();
-  const uint4* map = a.map + (u64)head * (TILES * STEPS / 2 * 32) + lane;
-  const float* shift = a.shift + head * HEAD_DIM + 2 * quad;
-#pragma unroll 2
-  for (int n = member; n < TILES; n += TEAM) {
-    uint4 b[STEPS / 2];
-#pragma unroll
-    for (int s = 0; s < STEPS / 2; ++s) b[s] = __ldg(map + (n * (STEPS / 2) + s) * 32);
-    const float2 mean = __ldg(reinterpret_cast<const float2*>(shift + 8 * n));
-    float d[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
-#pragma unroll
-    for (int s = 0; s < STEPS / 2; ++s)
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        mma_frame(d[m], keys[m][2 * s], b[s].x, b[s].y);
-        mma_frame(d[m], keys[m][2 * s + 1], b[s].z, b[s].w);
-      }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      rows[n * TILE_WORDS + 32 * i + lane] =
-          pack_bf16(d[i / 2][i % 2 * 2] - mean.x, d[i / 2][i % 2 * 2 + 1] - mean.y);
-  }
-}
-
-// Copy rows of the team to where `place(token)` says, 16 bytes a lane; null: nowhere.
-template <class Place>
-__device__ __forceinline__ void keep(const u32* rows, int member, Place place) {
-  for (int i = 32 * member + threadIdx.x % 32; i < TOKENS * TILES; i += 32 * TEAM) {
-    const int t = i / TILES, n = i % TILES;
-    bf16* to = place(t);
-    if (to) reinterpret_cast<uint4*>(to)[n] = *reinterpret_cast<const uint4*>(rows + n * TILE_WORDS + 4 * t);
-  }
 }
 
 // ------------------------------------------------------------------------------------------------------- the search
@@ -312,9 +154,9 @@ __device__ __forceinline__ u32 nearest(const uint4* table, const u32* tile, bool
   return 4 * run + found.index;
 }
 
-__device__ __forceinline__ void load_table(const Arguments& a, uint4* stages, int head, int group) {
+__device__ __forceinline__ void load_table(const uint4* tables, uint4* stages, int head, int group) {
   if (group < GROUPS) {
-    const uint4* from = a.tables + (u64)(head * GROUPS + group) * TABLE;
+    const uint4* from = tables + (u64)(head * GROUPS + group) * TABLE;
     const u32 to = shared_address(stages + group % STAGES * TABLE);
 #pragma unroll
     for (int j = 0; j < TABLE; j += 32 * WARPS)
@@ -329,19 +171,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
                const int* lengths, bf16* sinks, bf16* ring, bf16* out, u64* clamped, long long token_stride,
                long long head_stride, int tokens, int heads, int sink_rows, int ring_rows, int block_bytes,
                int affine_bytes, int words, int windows) {
-  const Arguments a{k,     map,     shift, tables,       scales,      pages,  slots, positions, requests,
-                    buffers, lengths, sinks, ring,       out,         clamped, token_stride, head_stride, tokens,
-                    heads, sink_rows, ring_rows, block_bytes, affine_bytes, words, windows};
+  const Side a{k, map, shift, sinks, ring, out, token_stride, head_stride};
+  const Batch b{pages, slots, positions, requests, buffers, lengths, clamped, tokens,
+                heads, sink_rows, ring_rows, block_bytes, affine_bytes, words, windows};
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, quad = lane % 4;
   const int member = warp % TEAM, head = blockIdx.y, part = blockIdx.z;
   const int first = (blockIdx.x * TEAMS + warp / TEAM) * TOKENS;
   u32* rows = reinterpret_cast<u32*>(shared) + warp / TEAM * TEAM_WORDS;
   uint4* stages = shared + TEAMS * TEAM_WORDS / 4;
-  load_rows(a, reinterpret_cast<uint4*>(rows), first, head, member);
+  load_rows(a, tokens, reinterpret_cast<uint4*>(rows), first, head, member);
   commit();
   if (STREAM) {
-    load_table(a, stages, head, 0);
-    load_table(a, stages, head, 1);
+    load_table(tables, stages, head, 0);
+    load_table(tables, stages, head, 1);
   }
   wait<STREAM ? 2 : 0>();
   __syncthreads();
@@ -382,44 +224,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   }
 
   const int token = first + 8 * quad + row;
-  const long long slot = token < a.tokens ? __ldg(a.slots + token) : -1;
-  u8* block = a.pages + ((u64)(slot >> 6) * a.heads + head) * a.block_bytes;
+  const long long slot = token < tokens ? __ldg(slots + token) : -1;
+  u8* block = pages + ((u64)(slot >> 6) * heads + head) * block_bytes;
   const int place = (int)slot & 63;
   if (part == 0 && member == 0) {
     if (slot >= 0) {
-      u32* affine = reinterpret_cast<u32*>(block + a.affine_bytes) + place * 2 * a.words;
-      for (int g = 0; g < a.words; ++g) affine[2 * g] = stored_rho;
-      if (large) atomicAdd(a.clamped, 1ull);
+      u32* affine = reinterpret_cast<u32*>(block + affine_bytes) + place * 2 * words;
+      for (int g = 0; g < words; ++g) affine[2 * g] = stored_rho;
+      if (large) atomicAdd(clamped, 1ull);
     }
   }
-  if (part == 0) {
-    if (a.out)
-      keep(rows, member, [&](int t) {
-        return first + t < a.tokens ? a.out + ((u64)(first + t) * a.heads + head) * HEAD_DIM : nullptr;
-      });
-    if (a.windows) {
-      int request = 0, position = 0, length = 0;
-      if (slot >= 0) {
-        request = __ldg(a.requests + token), position = __ldg(a.positions + token);
-        length = __ldg(a.lengths + request);
-      }
-      const bool sink = slot >= 0 && position < a.sink_rows;
-      const bool recent = slot >= 0 && position >= length - a.ring_rows;
-      // Of a long chunk most tokens are in neither.
-      if (__any_sync(~0u, sink || recent)) {
-        const u64 buffer = slot >= 0 ? (u64)__ldg(a.buffers + request) * a.heads + head : 0;
-        bf16* to_sink = sink ? a.sinks + (buffer * a.sink_rows + position) * HEAD_DIM : nullptr;
-        bf16* to_ring = recent ? a.ring + (buffer * a.ring_rows + position % a.ring_rows) * HEAD_DIM : nullptr;
-        auto of = [&](bf16* to, int t) {
-          return reinterpret_cast<bf16*>(__shfl_sync(~0u, reinterpret_cast<u64>(to), t % 8 * 4 + t / 8));
-        };
-        keep(rows, member, [&](int t) { return of(to_sink, t); });
-        keep(rows, member, [&](int t) { return of(to_ring, t); });
-      }
-    }
-  }
+  if (part == 0) keep_rows(a, b, rows, member, head, first, token, slot);
 
-  const float* scale = a.scales + head * GROUPS;
+  const float* scale = scales + head * GROUPS;
   u8* codes = block + place * GROUPS;
   if (STREAM) {
     u32 four = 0;
@@ -427,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     for (int group = 0; group < GROUPS; ++group) {
       wait<1>();
       __syncthreads();
-      load_table(a, stages, head, group + 2);
+      load_table(tables, stages, head, group + 2);
       const u32 index = nearest(stages + group % STAGES * TABLE, rows + group / 2 * TILE_WORDS, group % 2,
                                 __ldg(scale + group), items);
       four = four >> 8 | index << 24;
@@ -436,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   } else {
 #pragma unroll 1
     for (int group = part * TEAM + member; group < GROUPS; group += gridDim.z * TEAM) {
-      const u32 index = nearest(a.tables + (u64)(head * GROUPS + group) * TABLE, rows + group / 2 * TILE_WORDS,
+      const u32 index = nearest(tables + (u64)(head * GROUPS + group) * TABLE, rows + group / 2 * TILE_WORDS,
                                 group % 2, __ldg(scale + group), items);
       if (slot >= 0) codes[group] = index;
     }
