@@ -105,7 +105,12 @@ def test_codes_are_those_of_the_codec(kind: str, d: int, limits: Limits) -> None
         affine = views[2][page, :, place]
         assert torch.equal(affine[..., 0, 2 * i], scale[..., 0])
         assert torch.equal(affine[..., 0, 2 * i + 1], bias[..., 0])
-    at = {"slots": tokens.slots, "positions": tokens.positions, "requests": tokens.requests, "batch": case.requests}
+    at: dict[str, Any] = {
+        "slots": tokens.slots,
+        "positions": tokens.positions,
+        "requests": tokens.requests,
+        "batch": case.requests,
+    }
     *_, clamped = reference_write(tables, wanted, case.k[0], case.v[0], windows=True, **at)
     assert int(tokens.clamped) == int(clamped) > 0
     for name in TIERS:
