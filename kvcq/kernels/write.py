@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcq.codecs.uniform import LLOYD_STEPS, LLOYD_THRESHOLD
-from kvcq.errors import UnavailableError, UnsupportedError
+from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, SideTables, Tables
 from kvcq.kernels.checks import check_platform, check_tensor
-from kvcq.kernels.cuda.compile import HEAD_DIMS, core, missing
+from kvcq.kernels.cuda.compile import HEAD_DIMS
 from kvcq.kernels.cuda.write import Tokens, device_unserved, keys_unserved, uniform_unserved, write_keys, write_uniform
 from kvcq.kernels.limits import device_limits
 from kvcq.kernels.select import SHARED_BYTES, Limits
@@ -319,11 +319,12 @@ def write(
     rows: tuple[Tensor, Tensor] | None,
     windows: bool,
     clamped: Tensor,
-    launch: Launch | None = None,
+    backend: Literal["triton", "cuda"] = "triton",
 ) -> None:
     """Code tokens into their pages, and keep their exact rows on demand.
 
-    One launch, or two where a CUDA kernel writes keys in vector codes, see `cuda.write`.
+    One launch in Triton. With `backend` ``cuda`` two for keys in vector codes, see `cuda.write`: those kernels agree
+    with the codecs on a processor but have not run on a GPU yet, so they are taken by name only.
 
     Args:
         tables: Constants of the layer.
@@ -337,20 +338,22 @@ def write(
         rows: Outputs ``[T, H, d_k]`` and ``[T, H, d_v]`` for the frame rows r and v' of every token, or None.
         windows: Whether rows are stored in sinks (positions below S) and rings (the last R positions of a request).
         clamped: int64 ``[1]``; the number of values that float16 could not hold is added.
-        launch: How Triton writes; None: by `choose_launch`, or through the CUDA kernels where they serve the layer.
+        backend: Whose codes: on a border the other may code a row otherwise, so a cache takes one for all tokens.
 
     Raises:
         UnsupportedError: a geometry, codec or platform without a kernel.
+        UnavailableError: `cuda.core` is not installed.
         ValueError: shapes, dtypes or devices that do not fit together.
     """
     _check(tables, cache, k, v, slots, positions, requests, batch, rows, clamped)
     tokens, heads = k.shape[0], tables.heads
     if tokens == 0:
         return
-    limits = _limits(k.device)
-    cuda = launch is None and _cuda_loads(k.device)
-    keys, values = cuda_sides(tables, k.dtype, limits) if cuda else (False, False)
-    if keys or values:
+    limits, keys = _limits(k.device), False
+    if backend == "cuda":
+        keys, values = cuda_sides(tables, k.dtype, limits)
+        if not (keys or values):
+            raise UnsupportedError("no CUDA kernel writes this layer", fix="use the Triton kernel")
         given = Tokens(slots, positions, requests, batch, rows, windows, clamped)
         if tables.vq:
             write_keys(tables, cache, k, given, limits)
@@ -358,7 +361,7 @@ def write(
             write_uniform(tables, cache, k, v, given, limits, keys=not tables.vq)
             return
     here = not keys
-    launch = launch or choose_launch(tables.k.d, tables.v.d, tables.vq and here, limits.shared_bytes)
+    launch = choose_launch(tables.k.d, tables.v.d, tables.vq and here, limits.shared_bytes)
     tiles = triton.cdiv(tokens, TOKENS)
     parts = max(1, min(FEW_PROGRAMS // (tiles * heads), tables.k.d // 16)) if tables.vq else 1
     absent = slots
@@ -381,18 +384,6 @@ def write(
 def _limits(device: torch.device) -> Limits:
     """Return what a device offers; the interpreter takes what an H200 does."""
     return device_limits(device) if device.type == "cuda" else Limits(None)
-
-
-@lru_cache(maxsize=64)
-def _cuda_loads(device: torch.device) -> bool:
-    """Return whether CUDA kernels can be compiled for a device: always or never, so that codes agree."""
-    if device.type != "cuda" or missing() is not None:
-        return False
-    try:
-        core()
-    except UnavailableError:
-        return False
-    return True
 
 
 def cuda_sides(tables: Tables, dtype: torch.dtype, limits: Limits) -> tuple[bool, bool]:
