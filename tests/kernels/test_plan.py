@@ -106,7 +106,7 @@ def test_every_position_is_covered_once(
     check(plan, lengths, exact_from, windows, window)
 
 
-@pytest.mark.parametrize("batch", [65, 600, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [65, 600, pytest.param(4096, marks=pytest.mark.exhaustive)])
 def test_large_batches(batch: int, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(batch)
     lengths = torch.randint(0, 3000, (batch,), generator=draw).tolist()

@@ -245,7 +245,7 @@ def test_pages_are_held_ahead_in_proportion_and_not_beyond_what_is_expected():
             request.crop(64 * 3)
             assert request.ahead_bytes() == 0 and not request.clone().ahead_bytes()
         # Eight pages come one at a time; from then on every copy makes room for an eighth more.
-        assert max(rooms) < 25
+        assert max(rooms) < 30
 
 
 @on_cpu
@@ -272,7 +272,7 @@ def test_what_reads_a_cache_is_told_with_the_reason():
 
 
 @on_cpu
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bundle_is_proven_to_be_on_with_kernels_and_takes_the_bytes_of_the_layout(tmp_path):
     world = make_world(tmp_path / "world", ("nova",))
     bundle = open_bundle(world.pack("nova", tmp_path / "nova.kvcq"))
