@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import LayerCache, Requests, SideTables, Tables
 from kvcq.kernels.cuda.compile import HEAD_DIMS, RowsVariant, Shape, core, kernel
 from kvcq.kernels.cuda.launch import WARP, config, stream
 from kvcq.kernels.select import LOWEST_CAPABILITY, Limits
 
-PAGE_TOKENS = 64
 AFFINE_BYTES = 8
 
 # Warps with tokens of their own read every table once a block; teams share out the work on 32 tokens.
