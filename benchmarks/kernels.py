@@ -45,6 +45,14 @@ def of_bf16(row: Row) -> float | None:
     return None if row.ratio is None else 1 / row.ratio
 
 
+def faster_than(us: float) -> Callable[[Row], float | None]:
+    """Return how many times faster a row is than a kernel of somebody else that took so many microseconds."""
+    return lambda row: None if row.timing is None else us / row.timing.us
+
+
+# Decode at 32x32k of the published kernels, each with its best cut, on the same kind of device in another run.
+OSCAR_US, NOVA_US = 1070.3, 828.1
+
 INT2 = (("32x32k", 5.3), ("8x32k", 4.8), ("128x8k", 4.5), ("32x8k", 4.1), ("1x100k", 3.8), ("32x32k@64", 3.3))
 TARGETS = (
     *(Target("INT2 against BF16", "decode", "int2", shape, goal) for shape, goal in INT2),
@@ -53,6 +61,8 @@ TARGETS = (
     Target("VQ against BF16", "decode", "vq", "32x32k", 3.9),
     Target("VQ against BF16", "decode", "vq", "1x100k", 2.8),
     Target("VQ in Triton against BF16", "decode", "vq", "32x32k", 1.9, kernel="triton"),
+    Target("INT2 against the kernel of OSCAR", "decode", "int2", "32x32k", 5.0, faster_than(OSCAR_US)),
+    Target("VQ against the kernel of NOVA", "decode", "vq", "32x32k", 3.4, faster_than(NOVA_US)),
     Target("append INT2, share of BF16 decode", "append", "int2", "128x8k", 0.06, of_bf16, most=True),
     Target("append VQ, share of BF16 decode", "append", "vq", "128x8k", 0.12, of_bf16, most=True),
     Target("write INT2, share of BF16 prefill", "prefill", "int2", "1x8k", 0.10, of_bf16, most=True),

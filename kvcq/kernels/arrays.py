@@ -17,6 +17,7 @@ from kvcq.codecs.packing import block_bytes as page_block_bytes
 from kvcq.codecs.pair import HeadCodec
 from kvcq.codecs.side import SideCodec
 from kvcq.errors import UnsupportedError
+from kvcq.kernels.cuda.fragments import map_fragments, search_fragments
 from kvcq.spec.codec import VQ_WORDS, CodecSpec, Spacing
 from kvcq.spec.plan import Windows
 
@@ -155,6 +156,23 @@ class Tables:
         ordered = rows.unflatten(-1, (-1, 4, 4, 2)).transpose(-2, -3).flatten(-4)
         return ordered.to(torch.bfloat16 if self.k.map.dtype == torch.bfloat16 else torch.float32).contiguous()
 
+    @cached_property
+    def key_map(self) -> Tensor:
+        """The map of keys as `cuda/rows.cuh` reads it, see `map_fragments`."""
+        return map_fragments(self.k.map)
+
+    @cached_property
+    def value_map(self) -> Tensor:
+        """The map of values, likewise."""
+        return map_fragments(self.v.map)
+
+    @cached_property
+    def key_search(self) -> Tensor | None:
+        """The codebook as `cuda/write_keys.cu` reads it, see `search_fragments`; None without words."""
+        if self.codebook is None or self.codebook_scale is None:
+            return None
+        return search_fragments(self.codebook, self.codebook_scale)
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -205,5 +223,7 @@ class Requests:
 def _check(name: str, spec: CodecSpec, d: int) -> None:
     if d % 16 or d > MAX_HEAD_DIM:
         raise UnsupportedError(f"head dim {d}: kernels have multiples of 16 up to {MAX_HEAD_DIM}", where=name)
-    if spec.unserved and spec.bits != 4:
-        raise UnsupportedError(f"no kernel: {spec.unserved}", where=name, fix="simulate this codec instead")
+    # Pages hold 2 bits; with 4 everything else must be as in pages.
+    reason = (spec.model_copy(update={"bits": 2}) if spec.bits == 4 else spec).unserved
+    if reason is not None:
+        raise UnsupportedError(f"no kernel: {reason}", where=name, fix="simulate this codec instead")

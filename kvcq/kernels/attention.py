@@ -88,6 +88,8 @@ class Decoder:
             if backend != "triton":
                 raise UnsupportedError(f"{backend} decode: {choice.reason}", fix=f"use {choice.backend}")
             choice = choose(limits.capability, tables, group, without="asked for", **settings)
+        if choice.backend == "torch":
+            raise UnsupportedError(f"no decode kernel: {choice.reason}")
         work = Plan.reserve(max_batch, parts=choice.parts, exact_rows=choice.exact_rows, windows=windows, device=device)
         return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d))
 

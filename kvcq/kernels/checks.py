@@ -16,11 +16,25 @@ def check_platform(device: torch.device) -> None:
 
     Raises:
         UnsupportedError: HIP, or no GPU outside of Triton's interpreter.
+        ValueError: another device than the current one.
     """
     if torch.version.hip is not None:
         raise UnsupportedError(f"kernels are not tested on HIP {torch.version.hip}", fix="use an NVIDIA GPU")
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnsupportedError(f"kernels run on CUDA, these tensors are on {device}", fix="use the torch path there")
+    # Triton launches on the current device, wherever its arguments are.
+    if device.index is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(f"tensors on {device}, but the current device is cuda:{torch.cuda.current_device()}")
+
+
+def check_positive(name: str, number: float | None) -> None:
+    """Refuse a number that is not positive; None passes.
+
+    Raises:
+        ValueError: names it.
+    """
+    if number is not None and not number > 0:
+        raise ValueError(f"a {name} of {number} is not positive")
 
 
 def check_tensor(

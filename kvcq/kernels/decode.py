@@ -18,12 +18,12 @@ from torch import Tensor
 from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
+from kvcq.kernels.checks import check_platform, check_positive, check_tensor, power_of_two
 from kvcq.kernels.decode_kernel import decode_kernel
 from kvcq.kernels.plan import Partials, Plan
+from kvcq.kernels.select import MAX_GROUP
 
 LOG2E = 1.4426950408889634
-MAX_GROUP = 16
 NARROW_HEAD = 64
 WIDE_HEAD = 128
 
@@ -117,7 +117,11 @@ def log2_units(scaling: float, softcap: float | None) -> tuple[float, float]:
 
     Without a softcap the factor turns products into logits in log2 units. With one, ``c tanh(x / c)`` in log2 units is
     ``C - 2 C / (2^y + 1)`` with ``C = c log2(e)`` and ``y = 2 x log2(e) / c``: the factor gives y, the cap is C.
+
+    Raises:
+        ValueError: a scaling that is not positive: kernels take the largest product before they scale it.
     """
+    check_positive("scaling", scaling)
     if softcap is None:
         return scaling * LOG2E, 0.0
     return 2.0 * scaling * LOG2E / softcap, softcap * LOG2E
@@ -152,8 +156,7 @@ def check_decode(
     group = q.shape[1] // heads
     if group * heads != q.shape[1] or not 1 <= group <= MAX_GROUP:
         raise UnsupportedError(f"{q.shape[1]} query heads on {heads} KV heads: groups are 1 to {MAX_GROUP} whole heads")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"a softcap of {softcap} is not positive")
+    check_positive("softcap", softcap)
     check_tensor("pages", cache.pages, (None, heads, tables.block_bytes), torch.uint8, device)
     if cache.pages.data_ptr() % 16:
         raise ValueError(f"pages at address {cache.pages.data_ptr():#x} are not aligned to 16 bytes")

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
+from kvcq.kernels.checks import check_platform, check_positive
 from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
+from kvcq.kernels.select import MAX_GROUP, SHARED_BYTES
 
-MAX_GROUP = 16
 HALVE_ROWS = 32
 WIDE_HEAD = 128
 FILLING = 128
-HOPPER_SHARED = 232448
 
 _INT8, _INT32, _FLOAT, _SERVED = "*u8", "*i32", "*fp32", "*bf16"
 SIGNATURE: dict[str, str] = (
@@ -77,7 +77,7 @@ LAUNCHES = (
 )
 
 
-def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = HOPPER_SHARED) -> Launch:
+def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = SHARED_BYTES) -> Launch:
     """Return the largest launch of the table that fills the GPU and fits into its shared memory.
 
     One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program::
@@ -165,11 +165,13 @@ def extend(
         ValueError: tensors that do not fit together.
     """
     group = _check(tables, cache, requests, q, rows, starts, oldest, offset, sinks, window, out)
+    check_positive("scaling", scaling)
+    check_positive("softcap", softcap)
     if q.shape[0] == 0 or requests.batch == 0:
         return
     k, v = tables.k, tables.v
     if launch is None:
-        shared = HOPPER_SHARED
+        shared = SHARED_BYTES
         if q.is_cuda:
             shared = _shared_limit(torch.cuda.current_device() if q.device.index is None else q.device.index)
         launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)
@@ -231,8 +233,7 @@ def _check(
     out: Tensor,
 ) -> int:
     """Check every assumption of the kernel and return the query heads of a KV head."""
-    if torch.version.hip is not None:
-        raise UnsupportedError("extend is not tested on HIP", where="kernels")
+    check_platform(q.device)
     k, v, heads = tables.k, tables.v, tables.heads
     tokens, q_heads = q.shape[0], q.shape[1]
     if q_heads % heads or not 1 <= q_heads // heads <= MAX_GROUP:
@@ -284,6 +285,8 @@ def _check(
         # Rows of the page table may be wider than what is used.
         if not (tensor.is_contiguous() or (name == "page_table" and tensor.stride(1) == 1)):
             raise ValueError(f"{name} is not contiguous: strides {list(tensor.stride())}")
+    if cache.pages.data_ptr() % 4:
+        raise ValueError(f"pages at address {cache.pages.data_ptr():#x} are not aligned to words of 4 bytes")
     return q_heads // heads
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from kvcq.kernels.arrays import Tables
 from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
 from kvcq.kernels.plan import Partials, Plan
+from kvcq.kernels.select import MAX_GROUP
 
 LOG2E = math.log2(math.e)
-MAX_GROUP = 16
 
 # Rows are query heads of requests. From so many on, one launch whose programs share a read of R_V is faster.
 JOINED_ROWS = 1024

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import Tables
 from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
-
-MAX_GROUP = 16
+from kvcq.kernels.select import MAX_GROUP
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def map_queries(tables: Tables, q: Tensor, out: Tensor, offset: Tensor | None) -
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, with the numbers.
-        UnsupportedError: no kernel on this platform.
+        UnsupportedError: no kernel for this group or on this platform.
     """
     device = out.device
     check_platform(device)
@@ -62,7 +62,7 @@ def map_queries(tables: Tables, q: Tensor, out: Tensor, offset: Tensor | None) -
     tokens, q_heads, d_k = q.shape
     group = q_heads // tables.heads
     if group * tables.heads != q_heads or not 1 <= group <= MAX_GROUP:
-        raise ValueError(f"{q_heads} query heads on {tables.heads} KV heads: groups have 1 to {MAX_GROUP}")
+        raise UnsupportedError(f"{q_heads} query heads on {tables.heads} KV heads: groups have 1 to {MAX_GROUP}")
     dual, mu = tables.k.dual, tables.k.offset
     check_tensor("q", q, (tokens, q_heads, tables.k.d), dual.dtype, device, contiguous=False)
     check_tensor("out", out, (tokens, q_heads, d_k), dual.dtype, device)

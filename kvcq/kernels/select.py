@@ -30,6 +30,9 @@ BACKENDS: tuple[Backend, ...] = ("cuda", "triton")
 # bfloat16 matrix instructions exist from here on; Triton asks for the same.
 LOWEST_CAPABILITY = (8, 0)
 
+# Query heads of a KV head that any kernel has.
+MAX_GROUP = 16
+
 # Of an H200; other devices say their own.
 MULTIPROCESSORS = 132
 SHARED_BYTES = 232_448
@@ -110,11 +113,6 @@ class Choice:
     exact_rows: int = CUDA_EXACT_ROWS
     shape: Shape | None = None
 
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return 1 if self.shape is None else self.shape.warps
-
 
 def choose(
     capability: tuple[int, int] | None,
@@ -170,6 +168,8 @@ def choose_layer(
     if limits.capability < LOWEST_CAPABILITY:
         found = ".".join(map(str, limits.capability))
         return Choice("torch", f"compute capability {found}: kernels need {LOWEST_CAPABILITY[0]}.0")
+    if layer.group > MAX_GROUP:
+        return Choice("torch", f"{layer.group} query heads a KV head: kernels have 1 to {MAX_GROUP}")
     shape = launch_shape(layer.d_k, layer.group, softcap=False)
     refused = (
         without

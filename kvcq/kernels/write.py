@@ -15,7 +15,8 @@ token and thousands, so codes never depend on how many come together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,6 +27,10 @@ from kvcq.codecs.uniform import LLOYD_STEPS, LLOYD_THRESHOLD
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, SideTables, Tables
 from kvcq.kernels.checks import check_platform, check_tensor
+from kvcq.kernels.cuda.compile import HEAD_DIMS
+from kvcq.kernels.cuda.write import Tokens, device_unserved, keys_unserved, uniform_unserved, write_keys, write_uniform
+from kvcq.kernels.limits import device_limits
+from kvcq.kernels.select import SHARED_BYTES, Limits
 from kvcq.kernels.write_uniform import FULL, half_bits, uniform_codes
 from kvcq.kernels.write_vq import best_eight, join_four, nearest_of_eight
 from kvcq.spec.codec import Spacing
@@ -36,6 +41,8 @@ RHO_FLOOR = tl.constexpr(1e-8)
 LIFT = tl.constexpr(0.2525)
 # Programs below which the vector codes of a tile are shared out, so that a decode step fills the chip.
 FEW_PROGRAMS = 256
+# At most what the loads of a search take besides when they are two stages deep.
+PIPELINE_BYTES = 76 * 1024
 
 
 @triton.jit
@@ -198,10 +205,10 @@ def write_kernel(
     DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, KBK: tl.constexpr, KBV: tl.constexpr,
     KG: tl.constexpr, VG: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_RANK: tl.constexpr,
     V_RANK: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
-    WORDS: tl.constexpr, VQ: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, NB: tl.constexpr,
+    WORDS: tl.constexpr, VQ: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, WINDOWS: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Write 64 tokens of one head: program axis 2 is the parts of the keys, then the values."""
+    """Write M tokens of one head: program axis 2 is the parts of the keys, unless without them, then the values."""
     K_BYTES: tl.constexpr = DK * K_BITS // 8
     V_BYTES: tl.constexpr = DV * V_BITS // 8
     head = tl.program_id(1)
@@ -220,7 +227,7 @@ def write_kernel(
         position = tl.load(positions + token, mask=stored, other=0)
         length = tl.load(lengths + request, mask=stored, other=0)
         buffer = tl.load(buffers + request, mask=stored, other=0)
-    if part == parts:
+    if not KEYS or part == parts:
         at = token.to(tl.int64) * v_token + head.to(tl.int64) * v_head
         _uniform_side(
             v, map_v, shift_v, out_v, sink_v, ring_v, pages, words, clamped, at, given, stored, token, position, length,
@@ -269,15 +276,34 @@ class Launch:
         chosen = {"num_warps": self.warps, "num_stages": self.stages}
         return chosen if self.registers is None else chosen | {"maxnreg": self.registers}
 
+    def shared_bytes(self, d_k: int, d_v: int, vq: bool) -> int:
+        """Return an upper bound of the shared memory of a program: rows and part of a map, of one side at a time."""
+        columns, inner = padded(max(d_k, d_v)), min(padded(max(d_k, d_v)), self.inner)
+        uniform = inner * (TOKENS + columns)
+        whole = padded(d_k)
+        vector = whole * (TOKENS + slab(d_k)) if vq else 0
+        return 2 * max(uniform, vector) + (PIPELINE_BYTES if vq and self.stages > 1 else 0)
 
-def choose_launch(d_k: int, d_v: int, vq: bool) -> Launch:
-    """Return the launch of a geometry, as measured on an H200.
 
-    Codebooks of head dims up to 128 take 105 KiB of shared memory, everything else less than 64 KiB.
+def choose_launch(d_k: int, d_v: int, vq: bool, shared: int = SHARED_BYTES) -> Launch:
+    """Return the first launch of a geometry, in the order of what an H200 measured, that fits a device.
+
+    Args:
+        d_k: Key head dim.
+        d_v: Value head dim.
+        vq: Keys are in vector codes, and written here.
+        shared: Bytes of shared memory that a program may have.
+
+    Raises:
+        UnsupportedError: no launch fits.
     """
-    if max(d_k, d_v) > 128:
-        return Launch(8, 1, 128, 64)
-    return Launch(4, 2 if vq else 1, 128, 64)
+    # Vector codes in one stage want eight warps: with four that form failed on an H200.
+    narrow = (Launch(4, 2, 128, 64), Launch(8, 1, 128, 64)) if vq else (Launch(4, 1, 128, 64),)
+    for launch in narrow if max(d_k, d_v) <= 128 else (Launch(8, 1, 128, 64),):
+        need = launch.shared_bytes(d_k, d_v, vq)
+        if need <= shared:
+            return launch
+    raise UnsupportedError(f"head dims {d_k} and {d_v} take {need} bytes of shared memory, the device has {shared}")
 
 
 def write(
@@ -293,9 +319,12 @@ def write(
     rows: tuple[Tensor, Tensor] | None,
     windows: bool,
     clamped: Tensor,
-    launch: Launch | None = None,
+    backend: Literal["triton", "cuda"] = "triton",
 ) -> None:
-    """Code tokens into their pages in one launch, and keep their exact rows on demand.
+    """Code tokens into their pages, and keep their exact rows on demand.
+
+    One launch in Triton. With `backend` ``cuda`` two for keys in vector codes, see `cuda.write`: those kernels agree
+    with the codecs on a processor but have not run on a GPU yet, so they are taken by name only.
 
     Args:
         tables: Constants of the layer.
@@ -309,47 +338,89 @@ def write(
         rows: Outputs ``[T, H, d_k]`` and ``[T, H, d_v]`` for the frame rows r and v' of every token, or None.
         windows: Whether rows are stored in sinks (positions below S) and rings (the last R positions of a request).
         clamped: int64 ``[1]``; the number of values that float16 could not hold is added.
-        launch: Instead of `choose_launch`.
+        backend: Whose codes: on a border the other may code a row otherwise, so a cache takes one for all tokens.
 
     Raises:
         UnsupportedError: a geometry, codec or platform without a kernel.
+        UnavailableError: `cuda.core` is not installed.
         ValueError: shapes, dtypes or devices that do not fit together.
     """
     _check(tables, cache, k, v, slots, positions, requests, batch, rows, clamped)
     tokens, heads = k.shape[0], tables.heads
     if tokens == 0:
         return
-    launch = launch or choose_launch(tables.k.d, tables.v.d, tables.vq)
+    limits, keys = _limits(k.device), False
+    if backend == "cuda":
+        keys, values = cuda_sides(tables, k.dtype, limits)
+        if not (keys or values):
+            raise UnsupportedError("no CUDA kernel writes this layer", fix="use the Triton kernel")
+        given = Tokens(slots, positions, requests, batch, rows, windows, clamped)
+        if tables.vq:
+            write_keys(tables, cache, k, given, limits)
+        if values:
+            write_uniform(tables, cache, k, v, given, limits, keys=not tables.vq)
+            return
+    here = not keys
+    launch = choose_launch(tables.k.d, tables.v.d, tables.vq and here, limits.shared_bytes)
     tiles = triton.cdiv(tokens, TOKENS)
     parts = max(1, min(FEW_PROGRAMS // (tiles * heads), tables.k.d // 16)) if tables.vq else 1
     absent = slots
-    write_kernel[(tiles, heads, parts + 1)](
+    search = tables.search if here else None
+    write_kernel[(tiles, heads, parts + 1 if here else 1)](
         k, v, tables.k.map, tables.v.map, tables.k.shift, tables.v.shift,
         absent if tables.codebook is None else tables.codebook,
-        absent if tables.search is None else tables.search,
+        absent if search is None else search,
         absent if tables.codebook_scale is None else tables.codebook_scale,
         cache.pages, cache.pages.view(torch.int32), slots, positions, requests, batch.slots, batch.lengths,
         cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v,
         k if rows is None else rows[0], v if rows is None else rows[1], clamped,
         tokens, heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.windows.sink, cache.ring, parts,
         ROWS=rows is not None, WINDOWS=windows, ASM=k.is_cuda,
-        **_constants(tables.k, tables.v, tables.words, tables.vq, launch), **launch.options,
+        **_constants(tables.k, tables.v, tables.words, tables.vq, here, launch), **launch.options,
     )  # fmt: skip
 
 
-def _constants(k: SideTables, v: SideTables, words: int, vq: bool, launch: Launch) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def _limits(device: torch.device) -> Limits:
+    """Return what a device offers; the interpreter takes what an H200 does."""
+    return device_limits(device) if device.type == "cuda" else Limits(None)
+
+
+def cuda_sides(tables: Tables, dtype: torch.dtype, limits: Limits) -> tuple[bool, bool]:
+    """Return whether CUDA kernels write the keys and the values of a layer: of any tokens, so that codes agree."""
+    if device_unserved(dtype, limits) is not None:
+        return False, False
+    values = uniform_unserved(tables.v) is None
+    if tables.vq:
+        keys = keys_unserved(tables) is None
+        return keys, keys and values
+    both = values and uniform_unserved(tables.k) is None and tables.k.d == tables.v.d
+    return both, both
+
+
+def padded(d: int) -> int:
+    """Return the columns of a tile: four planes of bytes, each a power of two."""
+    return 4 * triton.next_power_of_2(d // 4)
+
+
+def slab(d: int) -> int:
+    """Return the channels that a frame product makes at once before a search."""
+    return min(padded(d), 32 if d > 128 else 64)
+
+
+def _constants(k: SideTables, v: SideTables, words: int, vq: bool, keys: bool, launch: Launch) -> dict[str, Any]:
     """Return what the kernel is compiled for."""
-    pad_k, pad_v = (4 * triton.next_power_of_2(side.d // 4) for side in (k, v))
+    pad_k, pad_v = padded(k.d), padded(v.d)
     # A search keeps whole rows at hand; otherwise d steps of `inner` channels bound the shared memory.
-    whole = triton.next_power_of_2(k.d)
+    whole = padded(k.d)
     return {
         "DK": k.d, "DV": v.d, "PK": pad_k, "PV": pad_v,
-        "KBK": whole if vq else min(whole, launch.inner), "KBV": min(triton.next_power_of_2(v.d), launch.inner),
+        "KBK": whole if vq else min(whole, launch.inner), "KBV": min(pad_v, launch.inner),
         "KG": k.groups, "VG": v.groups, "K_BITS": k.bits, "V_BITS": v.bits, "K_RANK": k.rank, "V_RANK": v.rank,
         "K_STEP": _step(k.spacing), "V_STEP": _step(v.spacing), "K_OUTER": _outer(k.spacing),
-        "V_OUTER": _outer(v.spacing), "WORDS": words, "VQ": vq,
+        "V_OUTER": _outer(v.spacing), "WORDS": words, "VQ": vq, "KEYS": keys,
         "PRECISION": "ieee" if k.map.dtype == torch.float32 else "tf32",
-        "M": TOKENS, "N": launch.words, "NB": min(whole, 32 if k.d > 128 else 64),
+        "M": TOKENS, "N": launch.words, "NB": slab(k.d),
     }  # fmt: skip
 
 
@@ -429,16 +500,19 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     signature |= dict.fromkeys(("tokens", "heads", "k_token", "k_head", "v_token", "v_head", "S", "R", "parts"), "i32")
     found = []
     for d_k, d_v in ((16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
-        for kind in ("int2", "groups", "int4", "lloyd", "vq", "vq_groups"):
-            vq, groups = kind.startswith("vq"), 4 if kind.endswith("groups") else 1
+        for kind in ("int2", "groups", "int4", "lloyd", "vq", "vq_groups", "values"):
+            vq, groups = kind.startswith("v"), 4 if kind.endswith("groups") else 1
+            if kind == "values" and d_k not in HEAD_DIMS:
+                continue
             k, v = (
                 _variant_side(d, side_groups, 4 if kind == "int4" else 2, "lloyd-nova" if kind == "lloyd" else "minmax")
                 for d, side_groups in ((d_k, 1 if vq else groups), (d_v, groups))
             )
-            launch = choose_launch(d_k, d_v, vq)
+            keys = kind != "values"
+            launch = choose_launch(d_k, d_v, vq and keys)
             # What is stored besides does not change with the geometry.
             for rows in (False, True) if d_k == d_v == 128 else (False,):
-                constants = _constants(k, v, groups, vq, launch) | {"ROWS": rows, "WINDOWS": True, "ASM": True}
+                constants = _constants(k, v, groups, vq, keys, launch) | {"ROWS": rows, "WINDOWS": True, "ASM": True}
                 found.append(
                     (
                         f"write-{kind}-{d_k}-{d_v}{'-rows' if rows else ''}",

@@ -1,9 +1,8 @@
 """Compile what a kernel file launches for sm_90, which needs no GPU. Run as a process of its own: no interpreter here.
 
-Usage: python -m tests.kernels.compile_variants decode 0/2 [all]
+Usage: python -m tests.kernels.compile_variants decode 0/2 all|few
 
-Compiles every second variant from the first one on. Of long lists it takes as many as have each value of each constant,
-with vector codes and without; with `all` all of them.
+Compiles every second variant from the first one on: of all of them, or of the few that differ most.
 """
 
 from __future__ import annotations
@@ -17,38 +16,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHORT = 24
+FEW = 3
 HOPPER = GPUTarget("cuda", 90, 32)
 
 Variant = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
 def values(variant: Variant) -> set[tuple[str, ...]]:
-    """Return kernel, codes, name and value of each constant."""
+    """Return kernel, name and value of each constant."""
     _, kernel, _, constants, options = variant
-    codes = str(constants.get("VQ"))
-    return {(kernel.__name__, codes, name, str(value)) for name, value in {**constants, **options}.items()}
+    return {(kernel.__name__, name, str(value)) for name, value in {**constants, **options}.items()}
 
 
-def covering(variants: list[Variant]) -> list[Variant]:
-    """Return few variants that have every value of every constant: each time the one with most that are missing."""
-    if len(variants) <= SHORT:
-        return variants
+def few(variants: list[Variant]) -> list[Variant]:
+    """Return the variants that differ most: each time the one with most values of constants that none had before."""
     missing = set().union(*map(values, variants))
-    chosen = []
-    while missing:
-        best = max(variants, key=lambda variant: len(values(variant) & missing))
-        chosen.append(best)
-        missing -= values(best)
+    chosen: list[Variant] = []
+    while missing and len(chosen) < FEW:
+        chosen.append(max(variants, key=lambda variant: len(values(variant) & missing)))
+        missing -= values(chosen[-1])
     return chosen
 
 
-def main(module: str, part: str, which: str = "covering") -> int:
+def main(module: str, part: str, which: str) -> int:
     """Compile, print a line each, and return 1 if one does not compile."""
     index, parts = map(int, part.split("/"))
     found = importlib.import_module(f"kvcq.kernels.{module}").variants()
     failed = 0
-    for name, kernel, signature, constants, options in (found if which == "all" else covering(found))[index::parts]:
+    for name, kernel, signature, constants, options in (found if which == "all" else few(found))[index::parts]:
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         begin = time.monotonic()
         try:

@@ -81,6 +81,10 @@ def test_what_does_not_fit_is_refused(device: torch.device, dtype: torch.dtype) 
     case = build_case("int2", (70,), device=device, dtype=dtype)
     with pytest.raises(UnsupportedError, match="5 query heads on 2 KV heads"):
         Decoder.reserve(case.tables, SMALL, 5, 1, 100, device)
+    with pytest.raises(UnsupportedError, match="no decode kernel: 24 query heads a KV head"):
+        Decoder.reserve(case.tables, SMALL, 48, 1, 100, device)
+    with pytest.raises(ValueError, match=r"scaling of -1\.0 is not positive"):
+        error_of(case, reserved(case), scaling=-1.0)
     with pytest.raises(ValueError, match="longest request of 0"):
         Decoder.reserve(case.tables, SMALL, 4, 1, 0, device)
     decoder = Decoder.reserve(case.tables, Windows(sink=1, recent=8), 4, 1, 100, device)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvcq.errors import InputError, UnavailableError
+from kvcq.errors import InputError, ResourceError, UnavailableError, UnsupportedError
 from kvcq.kernels.reference import reference_extend
 from kvcq.kernels.stream import BLOCKS, read_all, reference_read_all, sums_for
-from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, write
+from kvcq.pipeline.bench import candidate, decode, extend, layers, measure, run, write
 from kvcq.pipeline.bench.baselines import Baseline
 from kvcq.pipeline.bench.candidate import Candidate, poison
 from kvcq.pipeline.bench.layers import Step
@@ -128,11 +131,26 @@ def test_without_a_gpu_only_the_dry_run_works(tmp_path: Path) -> None:
     assert plan.payload() == {"kind": "bench", "plan": plan.plan} and not list(tmp_path.iterdir())
 
 
+def test_devices_that_are_too_old_and_a_missing_triton_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(UnsupportedError, match=r"need compute capability 8\.0, this is 7\.5"):
+        run.check_device()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    run.check_device()
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match="triton is not installed"):
+        run.check_device()
+
+
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
         ({"ops": ("decode", "merge")}, "--ops"),
         ({"codecs": ("int3",)}, "--codecs"),
+        ({"codecs": (), "dry_run": True}, "--codecs"),
+        ({"ops": (), "dry_run": True}, "--ops"),
         ({"shapes": ("big",)}, "--shapes"),
         ({"repeats": 0}, "--repeats"),
         ({"out": Path("it.md")}, "--out"),
@@ -151,6 +169,62 @@ def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
     assert bench(BenchRequest(out=out, dry_run=True, force=True)).plan
 
 
+def test_an_output_that_cannot_be_written_ends_the_run_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> BenchResult:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(run, "check_device", lambda: None)
+    monkeypatch.setattr(measure, "measure", never)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"it\.json"):
+        bench(BenchRequest(out=tmp_path / "file" / "it.json"))
+
+
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "check_device", lambda: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: sample())
+    bench(BenchRequest(out=tmp_path / "new" / "it.json"))
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        bench(BenchRequest(out=tmp_path / "other.json"))
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["it.json"]
+
+
+def test_a_shape_that_is_too_large_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(shape: Shape, *_: object) -> Iterator[Row]:
+        if shape.batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it.")
+        yield Row("decode", shape, "int2", "cuda", Timing(10.0, 9.0, 11.0, 1))
+
+    for name, instead in {
+        "free": lambda: None,
+        "read_ceiling": lambda repeats: (4500.0, [4500.0]),
+        "describe_device": lambda: {"device": "none"},
+        "baselines": lambda *_: [],
+        "choice_of": lambda *_: "cuda",
+        "decode_rows": rows,
+    }.items():
+        monkeypatch.setattr(measure, name, instead)
+    plan = [("decode", Shape(batch, 64)) for batch in (1, 4000, 1)]
+    result = measure.measure(BenchRequest(codecs=("int2",)), plan, SILENT)
+    assert [row.timing is None for row in result.rows] == [False, True, False] and not result.wrong
+    assert "not timed: decode 4000x64 - all that follow: CUDA out of memory.\n" in result.text()
+
+
+@CPU_ONLY
+def test_a_group_without_a_kernel_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(codec: str, shape: Shape, count: int) -> Step:
+        return layers.build_step(codec, shape, count, device="cpu", dtype=torch.float16)
+
+    monkeypatch.setattr(decode, "build_step", build)
+    assert decode.choice_of("int2", Shape(1, 64, 64, 24, 1)).startswith("torch (no decode kernel: 24 query heads")
+
+
 def test_peers_are_files_with_prepare(tmp_path: Path) -> None:
     good, empty, broken = (tmp_path / f"{name}.py" for name in ("good", "empty", "broken"))
     good.write_text("def prepare(shape):\n    return lambda: shape.batch\n")
@@ -161,6 +235,22 @@ def test_peers_are_files_with_prepare(tmp_path: Path) -> None:
     for text in (str(good), "mine=", f"mine={tmp_path}", f"mine={empty}", f"mine={broken}", "mine=/no/such.py"):
         with pytest.raises(InputError, match="--peer"):
             load_peers([text])
+
+
+def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", place)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    assert {(target.op, target.shape) for target in script.TARGETS} <= {
+        (op, shape.label) for op, shape in cases(OPS, DECODE)
+    }
+    found = {target.name: (value, holds) for target, value, holds in script.reached(sample())}
+    assert found["INT2 against BF16"] == (pytest.approx(6.05), True)
+    assert found["INT2 against the kernel of OSCAR"] == (pytest.approx(1070.3 / 160), True)
+    assert not any(name.startswith("VQ") for name in found)
 
 
 def sample() -> BenchResult:

@@ -214,6 +214,12 @@ def test_what_does_not_fit_is_refused_with_numbers(device: torch.device, dtype: 
         call(launch=Launch(rows=1, keys=64, warps=4))
     with pytest.raises(ValueError, match="window of 0"):
         call(window=0)
+    for name in ("softcap", "scaling"):
+        with pytest.raises(ValueError, match=f"a {name} of 0.0 is not positive"):
+            call(**{name: 0.0})
+    pages = torch.zeros(chunks.cache.pages.numel() + 1, dtype=torch.uint8, device=device)[1:]
+    with pytest.raises(ValueError, match="not aligned to words"):
+        call(cache=replace(chunks.cache, pages=pages.view(chunks.cache.pages.shape)))
     with pytest.raises(UnsupportedError, match="3 query heads on 2"):
         call(q=chunks.q[:, :3])
     four = build_chunks("int4", [(70, 5)], dtype, device, d_k=32)

@@ -106,7 +106,7 @@ def test_every_position_is_covered_once(
     check(plan, lengths, exact_from, windows, window)
 
 
-@pytest.mark.parametrize("batch", [65, 600, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [65, 600, pytest.param(4096, marks=pytest.mark.exhaustive)])
 def test_large_batches(batch: int, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(batch)
     lengths = torch.randint(0, 3000, (batch,), generator=draw).tolist()
@@ -191,6 +191,11 @@ def test_checks_name_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UnsupportedError, match="not tested on HIP"):
         check_platform(torch.device("cuda"))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    check_platform(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="tensors on cuda:1, but the current device is cuda:0"):
+        check_platform(torch.device("cuda", 1))
 
 
 def test_the_interpreter_alone_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

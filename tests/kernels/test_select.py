@@ -37,8 +37,8 @@ def chosen(limits: Limits = H200, layer: Layer = QWEN, without: str | None = Non
 def test_cuda_where_it_has_the_shape(vq: bool, head_dim: int, group: int) -> None:
     choice = chosen(layer=Layer(head_dim, head_dim, 8, group, vq))
     assert choice.backend == "cuda"
-    assert choice.warps == 4
     assert choice.shape is not None
+    assert choice.shape.warps == 4
     assert choice.shape.warps * choice.shape.blocks <= 16
 
 
@@ -55,7 +55,6 @@ def test_triton_elsewhere_with_the_reason(layer: Layer, reason: str) -> None:
     choice = chosen(layer=layer)
     assert choice.backend == "triton"
     assert choice.shape is None
-    assert choice.warps == 1
     assert reason in choice.reason
 
 
@@ -71,6 +70,12 @@ def test_no_kernel_on_cpu_hip_and_old_devices() -> None:
     old = chosen(Limits((7, 5), shared_bytes=65536))
     assert old.backend == "torch"
     assert "7.5" in old.reason
+
+
+def test_no_kernel_for_groups_that_none_has() -> None:
+    assert chosen(layer=replace(QWEN, group=16)).backend == "triton"
+    choice = chosen(layer=replace(QWEN, group=24))
+    assert (choice.backend, choice.reason) == ("torch", "24 query heads a KV head: kernels have 1 to 16")
 
 
 @pytest.mark.parametrize("shared_bytes", [65_536, 101_376, 166_912, 232_448])

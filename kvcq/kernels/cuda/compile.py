@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from kvcq.errors import UnavailableError
 
 SOURCES = ("device.cuh", "decode.cu")
-ENTRY = "decode"
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 ROW_PADDING = 8
 STATE_BYTES = 64
 FLOAT_BYTES = 4
 TABLE_BYTES = 1024
+
+# Of rows.cuh: 8 channels of 32 rows, padded; of write_keys.cu: the tables of a group in stages.
+TILE_BYTES = 528
+GROUP_BYTES = 5120
+STAGES = 3
 
 # What a launch may take without asking the driver for more.
 DEFAULT_SHARED = 48 * 1024
@@ -55,6 +60,9 @@ class Variant:
     softcap: bool
     shape: Shape
 
+    sources = SOURCES
+    entry = "decode"
+
     @property
     def macros(self) -> dict[str, int]:
         """The constants as the source knows them."""
@@ -75,6 +83,49 @@ class Variant:
         return max(rows, (self.head_dim // 4 + 1) * TABLE_BYTES) if self.vq else rows
 
 
+@dataclass(frozen=True)
+class RowsVariant:
+    """Constants of one compiled kernel that writes rows.
+
+    Attributes:
+        entry: ``write_keys``: keys in vector codes; ``write_uniform``: rows in 2-bit codes.
+        head_dim: d, 64 or 128.
+        team: Warps that share 32 tokens: 1, or all of a block.
+        shape: How it lies on a multiprocessor.
+    """
+
+    entry: Literal["write_keys", "write_uniform"]
+    head_dim: int
+    team: int
+    shape: Shape
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Files of its source."""
+        return "rows.cuh", f"{self.entry}.cu"
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The constants as the source knows them."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "WARPS": self.shape.warps,
+            "TEAM": self.team,
+            "BLOCKS": self.shape.blocks,
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return self.shape.warps // self.team * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: its rows, and tables where every warp reads the same."""
+        rows = self.shape.warps // self.team * (self.head_dim // 8) * TILE_BYTES
+        return rows + (STAGES * GROUP_BYTES if self.entry == "write_keys" and self.team == 1 else 0)
+
+
 def unserved(d_k: int, d_v: int, group: int, words: int) -> str | None:
     """Say why the CUDA kernel does not serve a geometry, None when it does."""
     if d_k != d_v or d_k not in HEAD_DIMS:
@@ -86,9 +137,9 @@ def unserved(d_k: int, d_v: int, group: int, words: int) -> str | None:
     return None
 
 
-def source() -> str:
-    """Return the CUDA C++ source: NVRTC reads one text and no files."""
-    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in SOURCES)
+def source(names: Sequence[str] = SOURCES) -> str:
+    """Return CUDA C++ source: NVRTC reads one text and no files."""
+    return "\n".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def missing() -> str | None:
@@ -121,7 +172,7 @@ def core() -> Any:
 
 
 @lru_cache(maxsize=64)
-def kernel(variant: Variant, capability: tuple[int, int], device: int) -> Any:
+def kernel(variant: Variant | RowsVariant, capability: tuple[int, int], device: int) -> Any:
     """Compile a variant for a device, once, and let it take the shared memory that it needs.
 
     Args:
@@ -138,7 +189,8 @@ def kernel(variant: Variant, capability: tuple[int, int], device: int) -> Any:
         arch=f"sm_{capability[0]}{capability[1]}",
         define_macro=[(name, str(value)) for name, value in variant.macros.items()],
     )
-    compiled = toolkit.Program(source(), code_type="c++", options=options).compile("cubin").get_kernel(ENTRY)
+    program = toolkit.Program(source(variant.sources), code_type="c++", options=options)
+    compiled = program.compile("cubin").get_kernel(variant.entry)
     if variant.shared_bytes > DEFAULT_SHARED:
         driver = import_module("cuda.bindings.driver")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -6,8 +6,6 @@ The arithmetic is that of `kernels.decode`; `decode.cu` says how it lies on the 
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +13,9 @@ from torch import Tensor
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import LayerCache, Requests, Tables
 from kvcq.kernels.cuda.compile import Shape, Variant, core, kernel, unserved
+from kvcq.kernels.cuda.launch import WARP, config, stream
 from kvcq.kernels.decode import check_decode, log2_units
 from kvcq.kernels.plan import Partials, Plan
-
-WARP = 32
 
 
 def decode_partials_cuda(
@@ -62,13 +59,16 @@ def decode_partials_cuda(
         reason = f"rows in {q.dtype}: the CUDA kernel has bfloat16"
     if reason is not None:
         raise UnsupportedError(reason, fix="use the Triton kernel")
-    for name, rows in (("q", q), ("sink_k", cache.sink_k), ("sink_v", cache.sink_v)):
-        if rows.data_ptr() % 16:
-            raise ValueError(f"{name} at address {rows.data_ptr():#x} is not aligned to 16 bytes")
+    loaded = {
+        "q": q, "sink_k": cache.sink_k, "sink_v": cache.sink_v, "ring_k": cache.ring_k, "ring_v": cache.ring_v,
+        "codebook": tables.codebook,
+    }  # fmt: skip
+    for name, tensor in loaded.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} at address {tensor.data_ptr():#x} is not aligned to 16 bytes")
     variant = Variant(tables.k.d, group, tables.vq, softcap is not None, shape)
     unit, cap = log2_units(scaling, softcap)
     toolkit, device = core(), q.device.index or 0
-    config = _config(plan.size * tables.heads, variant)
     pointers = (
         partials.o, partials.ml, q, cache.pages, tables.codebook, tables.codebook_scale, offset, cache.sink_k,
         cache.sink_v, cache.ring_k, cache.ring_v, requests.page_table, plan.spans, plan.items,
@@ -77,22 +77,11 @@ def decode_partials_cuda(
     # Layers of one model may lie on several devices.
     with torch.cuda.device(q.device):
         toolkit.launch(
-            _stream(torch.cuda.current_stream(q.device).cuda_stream, device),
-            config,
+            stream(torch.cuda.current_stream(q.device).cuda_stream, device),
+            config(plan.size * tables.heads, WARP * variant.shape.warps, variant.shared_bytes),
             kernel(variant, torch.cuda.get_device_capability(q.device), device),
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
             *(ctypes.c_int32(number) for number in numbers),
             ctypes.c_float(unit),
             ctypes.c_float(cap),
         )
-
-
-@lru_cache(maxsize=256)
-def _config(blocks: int, variant: Variant) -> Any:
-    return core().LaunchConfig(grid=blocks, block=WARP * variant.shape.warps, shmem_size=variant.shared_bytes)
-
-
-@lru_cache(maxsize=64)
-def _stream(handle: int, device: int) -> Any:
-    # The default stream has the same handle on every device.
-    return core().Stream.from_handle(handle)

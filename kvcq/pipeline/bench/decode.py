@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvcq.errors import UnsupportedError
 from kvcq.kernels.attention import Decoder
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.reference import reference_decode, reference_query
@@ -42,7 +43,10 @@ def decode_rows(shape: Shape, codecs: Sequence[str], repeats: int, bf16_us: floa
 def choice_of(codec: str, shape: Shape) -> str:
     """Say what serving would take, and why."""
     step = build_step(codec, replace(shape, batch=1, context=1), 1)
-    choice = _reserve(step, shape, None).choice
+    try:
+        choice = _reserve(step, shape, None).choice
+    except UnsupportedError as refusal:
+        return f"torch ({refusal})"
     return f"{choice.backend} ({choice.reason})"
 
 

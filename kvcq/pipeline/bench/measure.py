@@ -37,17 +37,29 @@ def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: 
     known: dict[tuple[str, Shape], list[Baseline]] = {}
     for done, (op, shape) in enumerate(plan):
         reporter.stage(f"{op} {shape.label} ({done + 1} of {len(plan)})")
-        for row in _rows(op, shape, request, known, peers):
-            result.rows.append(row)
-            if row.wrong:
-                reporter.warn(row.line())
-            else:
-                reporter.note(row.line())
+        problem = None
+        try:
+            for row in _rows(op, shape, request, known, peers):
+                _add(result, row, reporter)
+        # A shape that is too large is no reason to lose the figures of the others.
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+        if problem is not None:
+            free()
+            _add(result, Row(op, shape, "-", "all that follow", problem=problem), reporter)
         if op == "decode":
             for codec in request.codecs:
                 result.choices[f"{codec} {shape.label}"] = choice_of(codec, shape)
     result.seconds = time.monotonic() - begin
     return result
+
+
+def _add(result: BenchResult, row: Row, reporter: Reporter) -> None:
+    result.rows.append(row)
+    if row.wrong:
+        reporter.warn(row.line())
+    else:
+        reporter.note(row.line())
 
 
 def describe_device() -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvcq.artifacts.disk import disk_errors
 from kvcq.errors import InputError, UnavailableError, UnsupportedError
+from kvcq.kernels.select import LOWEST_CAPABILITY
 from kvcq.pipeline.bench.layers import CODECS
 from kvcq.pipeline.bench.result import BenchResult
 from kvcq.pipeline.bench.shapes import OPS, Shape, cases, layers_for, parse_shapes
@@ -14,8 +16,6 @@ from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.requests import BenchRequest
 from kvcq.pipeline.versions import installed
 from kvcq.reports.text import size
-
-MIN_CAPABILITY = (8, 0)
 
 
 def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
@@ -35,6 +35,8 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
     if request.dry_run:
         return BenchResult(plan=[_line(op, shape) for op, shape in plan])
     check_device()
+    if request.out is not None:
+        _check_place(request.out)
     from kvcq.pipeline.bench.measure import measure
 
     result = measure(request, plan, reporter)
@@ -47,7 +49,7 @@ def check_device() -> None:
     """Refuse to begin where nothing can be timed.
 
     Raises:
-        UnavailableError: torch is built without CUDA, or sees no device.
+        UnavailableError: torch is built without CUDA, or sees no device, or there is no Triton.
         UnsupportedError: HIP, or a device that is too old.
     """
     import torch
@@ -60,11 +62,19 @@ def check_device() -> None:
     if not torch.cuda.is_available():
         raise UnavailableError("torch sees no CUDA device", where="bench kernels", fix=fix)
     found = torch.cuda.get_device_capability()
-    if found < MIN_CAPABILITY:
-        raise UnsupportedError(f"kernels need compute capability 8.0, this is {found[0]}.{found[1]}", fix=fix)
+    if found < LOWEST_CAPABILITY:
+        lowest, this = (".".join(map(str, capability)) for capability in (LOWEST_CAPABILITY, found))
+        raise UnsupportedError(
+            f"kernels need compute capability {lowest}, this is {this}", where="bench kernels", fix=fix
+        )
+    if find_spec("triton") is None:
+        raise UnavailableError("triton is not installed", where="bench kernels", fix="pip install triton")
 
 
 def _check(request: BenchRequest) -> None:
+    for flag, given, known in (("--ops", request.ops, OPS), ("--codecs", request.codecs, CODECS)):
+        if not given:
+            raise InputError("nothing is chosen", where=flag, fix=f"use {', '.join(known)}")
     for op in request.ops:
         if op not in OPS:
             raise InputError(f"{op!r} is no operation", where="--ops", fix=f"use {', '.join(OPS)}")
@@ -90,10 +100,26 @@ def _line(op: str, shape: Shape) -> str:
     )
 
 
-def _save(result: BenchResult, out: Path) -> None:
-    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
-    staging = out.with_name(f".{out.name}.staging")
+def _check_place(out: Path) -> None:
+    """Find out before minutes of measuring that the record could not be written."""
+    staging = _staging(out)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(out)
+        staging.touch()
+        staging.unlink()
+
+
+def _staging(out: Path) -> Path:
+    return out.with_name(f".{out.name}.staging")
+
+
+def _save(result: BenchResult, out: Path) -> None:
+    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
+    staging = _staging(out)
+    with disk_errors(out):
+        try:
+            staging.write_text(text, encoding="utf-8")
+            staging.replace(out)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise

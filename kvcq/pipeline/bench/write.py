@@ -1,16 +1,18 @@
-"""Write: the tokens of one decode step into 36 layers, or a whole chunk; keys and values in one launch."""
+"""Write: the tokens of one decode step into 36 layers, or a whole chunk, by every backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvcq.codecs.packing import PAGE_TOKENS
+from kvcq.kernels.cuda.compile import missing
 from kvcq.kernels.reference import decode_rows, reference_write
 from kvcq.kernels.windows import store_windows
 from kvcq.kernels.write import write
@@ -19,6 +21,8 @@ from kvcq.pipeline.bench.layers import Step, build_step, token_slots
 from kvcq.pipeline.bench.result import Row
 from kvcq.pipeline.bench.shapes import STEP_LAYERS, Shape
 
+Backend = Literal["triton", "cuda"]
+
 # A row may round to another neighbour than in float64, and a code at a border flips.
 LIMIT = 2e-2
 CHUNK_LAYERS = 8
@@ -26,22 +30,24 @@ CHUNK_LAYERS = 8
 
 def write_rows(op: str, shape: Shape, codecs: Sequence[str], repeats: int, bf16_us: float | None) -> Iterator[Row]:
     """Check and time each codec: ``append`` writes one token a request, ``prefill`` all of them."""
-    for codec in codecs:
+    backends: tuple[Backend, ...] = ("triton",) if missing() else ("cuda", "triton")
+    for codec, backend in product(codecs, backends):
 
-        def prepare(codec: str = codec) -> Candidate:
+        def prepare(codec: str = codec, backend: Backend = backend) -> Candidate:
             layers = STEP_LAYERS if op == "append" else CHUNK_LAYERS
-            return candidate(build_step(codec, shape, layers, fill=False), chunk=op == "prefill")
+            return candidate(build_step(codec, shape, layers, fill=False), chunk=op == "prefill", backend=backend)
 
-        yield trial(op, shape, codec, "triton", prepare, repeats, bf16_us=bf16_us)
+        yield trial(op, shape, codec, backend, prepare, repeats, bf16_us=bf16_us)
 
 
-def candidate(step: Step, *, chunk: bool) -> Candidate:
+def candidate(step: Step, *, chunk: bool, backend: Backend = "triton") -> Candidate:
     """Return the kernel over the layers of a step.
 
     Args:
         step: Its requests' lengths count the tokens that are written.
         chunk: Write all tokens of the requests, hand out their exact rows and store the windows from those; otherwise
             the last one of each, windows included.
+        backend: Whose kernel.
     """
     shape, requests = step.shape, step.requests
     first = 0 if chunk else shape.context - 1
@@ -59,7 +65,8 @@ def candidate(step: Step, *, chunk: bool) -> Candidate:
 
     def call(layer: int) -> None:
         tables, cache, (k, v) = step.tables[layer], step.caches[layer], pairs[layer]
-        write(tables, cache, k, v, **where, rows=rows if chunk else None, windows=not chunk, clamped=clamped)
+        how: dict[str, Any] = {"rows": rows if chunk else None, "windows": not chunk, "backend": backend}
+        write(tables, cache, k, v, **where, **how, clamped=clamped)
         if chunk:
             store_windows(cache, rows, positions, owners, requests)
 

@@ -61,6 +61,11 @@ class KernelRows(PackedRows):
         if not causal:
             return super().take(keys, values, turn, causal=causal)
         self._grow(turn.stop)
+        # The model may be on another device than the current one.
+        with torch.cuda.device_of(keys):
+            return self._write(keys, values, turn)
+
+    def _write(self, keys: Tensor, values: Tensor, turn: Turn) -> Reading:
         step = self.desk.step(turn)
         k, v = (rows.transpose(0, 1).to(self.shape.dtype) for rows in (keys, values))
         rows = None if step.decode else (k.new_empty(k.shape), v.new_empty(v.shape))
@@ -120,7 +125,8 @@ class KernelRows(PackedRows):
     def _settle(self) -> None:
         if self._late is not None:
             (rows, step), self._late = self._late, None
-            store_windows(self.stored(), rows, step.positions, step.requests, step.batch)
+            with torch.cuda.device_of(rows[0]):
+                store_windows(self.stored(), rows, step.positions, step.requests, step.batch)
 
     def _grow(self, tokens: int) -> None:
         pages, room = -(-tokens // PAGE_TOKENS), self._room.shape[0]
@@ -149,6 +155,10 @@ class KernelReading(Reading):
         self, query: Tensor, visible: Tensor | None, *, scaling: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Attend with float32 softmax weights; outputs in the dtype of the rows."""
+        with torch.cuda.device_of(query):
+            return self._attend(query, scaling, softcap, sinks)
+
+    def _attend(self, query: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
         tables, step = self._rows.tables, self._step
         q = query.transpose(0, 1).to(tables.k.map.dtype)
         mapped = q.new_empty(q.shape)
