@@ -38,13 +38,9 @@ LINEAR_FIELDS = (
 LINEAR_KINDS = ("linear_attention", "mamba", "conv", "recurrent", "lightning")
 ENCODER_NAMES = ("Whisper", "Mllama", "MossVL")
 MIXED_FIELDS = ("vision_config", "audio_config", "thinker_config", "image_token_id", "audio_token_id")
-HEAD_FIELDS = (
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "block_configs",
-    "swa_head_dim",
-    "swa_num_key_value_heads",
-)
+# Of some layers: what they state beside the fields of all layers. SGLang itself adds some, with equal numbers.
+HEAD_DIM_FIELDS = ("global_head_dim", "swa_head_dim")
+KV_HEAD_FIELDS = ("num_global_key_value_heads", "swa_num_key_value_heads")
 SPARSE_FIELDS = ("dual_chunk_attention_config", "index_topk", "sparse_attention_config", "compress_ratios")
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
@@ -118,11 +114,21 @@ def _traits(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> fr
         "chunked": "attention_chunk_size" in stated or any("chunked" in kind for kind in kinds),
         "encoder": bool(config.get("is_encoder_decoder")) or name.startswith(ENCODER_NAMES),
         "images": bool(stated & set(MIXED_FIELDS)),
-        "heads": bool(stated & set(HEAD_FIELDS)) or isinstance(text.get("num_key_value_heads"), Sequence),
+        "heads": "block_configs" in stated or _heads_differ(text),
         "sparse": bool(stated & set(SPARSE_FIELDS)),
         "listed": name.startswith(LISTED),
     }
     return frozenset(trait for trait, holds in found.items() if holds)
+
+
+def _heads_differ(text: Mapping[str, Any]) -> bool:
+    """Say whether some layers have other heads than the rest."""
+    kv, q_heads = text.get("num_key_value_heads"), text["num_attention_heads"]
+    if isinstance(kv, Sequence):
+        return True
+    dims = {text.get("head_dim") or text["hidden_size"] // q_heads, *(text.get(name) for name in HEAD_DIM_FIELDS)}
+    heads = {kv or q_heads, *(text.get(name) for name in KV_HEAD_FIELDS)}
+    return len(dims - {None, 0}) > 1 or len(heads - {None, 0}) > 1
 
 
 def _slides(text: Mapping[str, Any], kinds: Sequence[str]) -> bool:
