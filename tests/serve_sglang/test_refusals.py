@@ -12,10 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcq.errors import CorruptArtifactError, InputError, MismatchError, ResourceError, UnavailableError
+from kvcq.artifacts.bundle import open_bundle
+from kvcq.errors import (
+    CorruptArtifactError,
+    InputError,
+    MismatchError,
+    ResourceError,
+    UnavailableError,
+    UnsupportedError,
+)
 from kvcq.pipeline.serve_sglang import serve_sglang
 from kvcq.pipeline.sglang import machine as machines
 from kvcq.pipeline.sglang.machine import Gpu, Machine, check_gpus, cuda_devices, this_machine
+from kvcq.pipeline.sglang.model import check_kernels
 from tests.chain import python
 from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, Told, request_of
 from tests.tiny import save_tiny
@@ -92,6 +101,22 @@ def test_flags_that_pages_do_not_support_are_refused(refused, arguments, words):
 def test_ranks_that_cannot_share_the_heads_are_refused(refused):
     four = Machine("0.5.15.post1", (H200,) * 4)
     assert "--tp-size 1 or 2" in refused(InputError, "--tp-size", "4", machine=four)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q_heads": 34, "kv_heads": 2}, "17 query heads a KV head, kernels have 1 to 16"),
+        ({"d_k": 40}, "kernels have multiples of 16 up to 256"),
+        ({"d_v": 272}, "kernels have multiples of 16 up to 256"),
+    ],
+)
+def test_heads_without_a_kernel_are_refused(tiny, change, words):
+    geometry = open_bundle(tiny.folder / "nova.kvcq").manifest.geometry
+    check_kernels(geometry)
+    last = geometry.layers[-1].model_copy(update=change)
+    with pytest.raises(UnsupportedError, match=rf"{words} \(layer 3\): .*--engine hf"):
+        check_kernels(geometry.model_copy(update={"layers": (*geometry.layers[:-1], last)}))
 
 
 def test_float16_is_refused(refused):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import InputError, UnsupportedError
 from kvcq.evaluation.canary import canary_length
+from kvcq.kernels.arrays import MAX_HEAD_DIM
+from kvcq.kernels.select import MAX_GROUP
 from kvcq.models.outline import Outline, load_outline
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.sglang.arguments import Given
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.compat import Sealed, check_model
+from kvcq.runtime.sglang.versions import INSTEAD
+from kvcq.spec.geometry import ModelGeometry
 
 
 def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter: Reporter) -> Outline:
@@ -17,7 +21,7 @@ def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter:
 
     Raises:
         InputError: no such model, or a context that it does not have.
-        UnsupportedError: a model that kvcq refuses, or a context shorter than the canary.
+        UnsupportedError: a model that kvcq refuses or kernels do not have, or a context shorter than the canary.
         MismatchError: another model.
         UnavailableError: offline, gated.
     """
@@ -30,7 +34,25 @@ def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter:
         notify=reporter.note,
     )
     _check(request, bundle, outline, reporter)
+    check_kernels(bundle.manifest.geometry)
     return outline
+
+
+def check_kernels(geometry: ModelGeometry) -> None:
+    """Refuse heads that no kernel has: a server would find out once its weights are loaded.
+
+    Raises:
+        UnsupportedError: names the layer.
+    """
+    for layer in geometry.layers:
+        group, dims = layer.q_heads // layer.kv_heads, (layer.d_k, layer.d_v)
+        reason = None
+        if group > MAX_GROUP:
+            reason = f"{group} query heads a KV head, kernels have 1 to {MAX_GROUP}"
+        elif any(d % 16 or d > MAX_HEAD_DIM for d in dims):
+            reason = f"head dims {dims[0]} and {dims[1]}, kernels have multiples of 16 up to {MAX_HEAD_DIM}"
+        if reason is not None:
+            raise UnsupportedError(reason, where=f"layer {layer.layer}", fix=f"fit another model, {INSTEAD}")
 
 
 def _check(request: SglangRequest, bundle: Bundle, outline: Outline, reporter: Reporter) -> None:
