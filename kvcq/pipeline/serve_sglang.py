@@ -26,6 +26,7 @@ def serve_sglang(
     on_ready: Callable[[Ready], None] | None = None,
     *,
     machine: Machine | None = None,
+    canary: bool = True,
 ) -> int:
     """Serve until the server ends, a signal comes, or ``Ready.stop`` is called.
 
@@ -34,6 +35,8 @@ def serve_sglang(
         reporter: Receives progress, the server's own lines and the startup table.
         on_ready: Called once the server is up and has proven that the bundle is on.
         machine: What this machine has; None asks it.
+        canary: Ask for the canary; without, only what the server says of itself is checked. For benchmarks with random
+            weights, whose answers prove nothing.
 
     Returns:
         The exit code of the server, as shells count it; 0 after ``Ready.stop``.
@@ -73,7 +76,7 @@ def serve_sglang(
     smallest = min(machine.gpus[:ranks], key=lambda gpu: gpu.memory)
     memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes)
     reporter.note(memory.line())
-    return run(Served(request, bundle, outline, machine, memory), command, port, given.key, on_ready, reporter)
+    return run(Served(request, bundle, outline, machine, memory, canary), command, port, given.key, on_ready, reporter)
 
 
 def _open_bundle(request: SglangRequest) -> Bundle:

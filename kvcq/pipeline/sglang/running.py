@@ -31,13 +31,14 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and where."""
+    """What is served, and where; without `canary` its answers prove nothing, and only what it says is checked."""
 
     request: SglangRequest
     bundle: Bundle
     outline: Outline
     machine: Machine
     memory: Memory
+    canary: bool = True
 
     def lines(self, proof: Proof) -> list[str]:
         """Return the table of a server that has proven itself."""
@@ -64,9 +65,12 @@ class Served:
                 ("kernels", f"{name}: {ranges(layer for layer, own in proof.kernels.items() if own == name)}")
                 for name in backends
             ),
-            ("prefix", f"{proof.cached} tokens of the canary read from the radix cache"),
-            ("canary", f"{proof.statistic:.2f}, active"),
         ]
+        if proof.statistic is None:
+            rows.append(("canary", "not asked: weights are random"))
+        else:
+            rows.append(("prefix", f"{proof.cached} tokens of the canary read from the radix cache"))
+            rows.append(("canary", f"{proof.statistic:.2f}, active"))
         return [f"{label}: {value}" for label, value in rows]
 
     def record(self, proof: Proof) -> dict[str, Any]:
@@ -113,6 +117,59 @@ def run(
         Interrupted: a signal; likewise.
     """
     request = served.request
+
+    def ready(child: Child, client: Client, stop: Callable[[float], None], seconds: float) -> None:
+        reporter.stage("proving that the bundle is on")
+        proof = _proven(child, client, served)
+        for line in served.lines(proof):
+            reporter.note(line)
+        if on_ready is not None:
+            on_ready(Ready(client.url, served.record(proof) | {"url": client.url, "seconds": round(seconds, 1)}, stop))
+
+    start = Start(tuple(command), request.host, port, key, request.start_seconds, request.grace)
+    return watch(start, ready, reporter)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a server is started and reached.
+
+    Attributes:
+        command: That starts it.
+        host: That it will listen on.
+        port: Likewise.
+        key: Bearer token that it wants.
+        seconds: Longest time until it answers.
+        grace: Seconds that running requests have after a signal.
+    """
+
+    command: tuple[str, ...]
+    host: str
+    port: int
+    key: str | None = None
+    seconds: float = 3600.0
+    grace: float = 10.0
+
+
+WhenUp = Callable[[Child, Client, Callable[[float], None], float], None]
+
+
+def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
+    """Start a server and stay until it ends; whatever happens, it does not run afterwards.
+
+    Args:
+        start: How.
+        when_up: Called once it answers, with the process, a client, what ends it within so many seconds, and the
+            seconds that its start took.
+        reporter: Receives its lines.
+
+    Returns:
+        Its exit code, 0 after it was asked to end.
+
+    Raises:
+        KvcqError: it ended before it was ready, or `when_up` raised it.
+        Interrupted: a signal.
+    """
     reporter.stage("starting SGLang")
     started, stopped = time.monotonic(), threading.Event()
 
@@ -121,25 +178,19 @@ def run(
         _stop(child, grace)
 
     with _signals():
-        child = Child(command, reporter.note)
+        child = Child(start.command, reporter.note)
         try:
-            with Client(request.host, port, key) as client:
-                if not client.wait(lambda: child.ended() is None, request.start_seconds):
-                    _not_up(child, request.start_seconds)
-                reporter.stage("proving that the bundle is on")
-                proof = _proven(child, client, served)
-                for line in served.lines(proof):
-                    reporter.note(line)
-                if on_ready is not None:
-                    record = served.record(proof) | {"url": client.url, "seconds": round(time.monotonic() - started, 1)}
-                    on_ready(Ready(client.url, record, stop))
+            with Client(start.host, start.port, start.key) as client:
+                if not client.wait(lambda: child.ended() is None, start.seconds):
+                    _not_up(child, start.seconds)
+                when_up(child, client, stop, time.monotonic() - started)
             while (ended := child.wait(POLL_SECONDS)) is None:
                 pass
             return 0 if stopped.is_set() else ended
         except Interrupted as error:
-            if request.grace:
-                reporter.note(f"SGLang has up to {request.grace:g} s to end; a second signal ends it at once")
-            _stop_by_signal(child, request.grace)
+            if start.grace:
+                reporter.note(f"SGLang has up to {start.grace:g} s to end; a second signal ends it at once")
+            _stop_by_signal(child, start.grace)
             error.add_note("the server has shut down")
             raise
         finally:
@@ -156,7 +207,7 @@ def _not_up(child: Child, seconds: float) -> NoReturn:
 def _proven(child: Child, client: Client, served: Served) -> Proof:
     """Return the proof, given by a server that still runs: else the reason of its end says more."""
     try:
-        proof = prove(client, served.bundle, served.memory)
+        proof = prove(client, served.bundle, served.memory, canary=served.canary)
     except MismatchError as error:
         # A broken connection is seen before the end that broke it.
         if (code := child.wait(END_SECONDS if isinstance(error.__cause__, NoAnswer) else 0.0)) is not None:
