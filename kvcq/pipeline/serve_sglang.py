@@ -62,7 +62,7 @@ def serve_sglang(
     from kvcq.pipeline.sglang.running import Served, run
 
     outline = open_outline(request, given, bundle, reporter)
-    port = _free_port(request)
+    port = free_port(request.host, request.port)
     command = build_command(request, given, outline.location, port, _settings(request, bundle).plain())
     # The last word is the plugin's, in the server, with every flag as SGLang has resolved it.
     refuse(
@@ -94,18 +94,20 @@ def _check_files(request: SglangRequest) -> None:
         raise InputError("its folder does not exist", where=f"--trace {request.trace}")
 
 
-def _free_port(request: SglangRequest) -> int:
-    """Return the port, or a free one for port 0; somebody else may still take it until SGLang binds it."""
-    family = socket.AF_INET6 if ":" in request.host else socket.AF_INET
+def free_port(host: str, port: int = 0) -> int:
+    """Return the port, or a free one for port 0; somebody else may still take it until SGLang binds it.
+
+    Raises:
+        InputError: nobody can listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((request.host, request.port))
+            trial.bind((host, port))
             return int(trial.getsockname()[1])
     except (OSError, OverflowError) as error:
-        raise InputError(
-            f"cannot listen on {request.host}:{request.port}: {error}", where="--port", fix="use another, or 0"
-        ) from None
+        raise InputError(f"cannot listen on {host}:{port}: {error}", where="--port", fix="use another, or 0") from None
 
 
 def _settings(request: SglangRequest, bundle: Bundle) -> Settings:

@@ -22,6 +22,7 @@ from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
 from kvcq.runtime.sglang.configurator import PoolPlan, make_configurator, pool_plan
 from kvcq.runtime.sglang.facts import model_facts
+from kvcq.runtime.sglang.filled import TARGET, Filler
 from kvcq.runtime.sglang.flags import environment
 from kvcq.runtime.sglang.hooks import end_process, register, verify
 from kvcq.runtime.sglang.layers import layer_tables
@@ -41,12 +42,14 @@ class _Process:
         pools: Pools that were built.
         attention: Of its layers, once built.
         trace: Where boundaries are noted.
+        filler: Fills contexts for benchmarks, where the server was started for it.
     """
 
     opened: tuple[Settings, Bundle, PoolPlan] | None = None
     pools: list[Any] = field(default_factory=list)
     attention: Attention | None = None
     trace: Trace | None = None
+    filler: Filler = field(default_factory=Filler)
 
 
 _PROCESS = _Process()
@@ -140,6 +143,11 @@ def sink_clear(result: None, self: Any) -> None:
         _count()
 
 
+def fill(self: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Before ``Req.init_next_round_input``, with any attention backend; see `filled`."""
+    _PROCESS.filler.before(self, tree_cache, _PROCESS.pools[0].store if _PROCESS.pools else None)
+
+
 def report(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """After ``Scheduler.get_internal_state``; see `metrics.report`. Waits for the device: it is asked rarely."""
     meters = metrics.published()
@@ -223,6 +231,8 @@ def activate() -> None:
         server_args.add_attention_backend_choices([NAME])
         register_attention_backend(NAME)(make_backend)
         register(HookRegistry, HookType, FUNCTIONS, version)
+        # Not one of those that serving rests on: nobody verifies it but a benchmark, by what was found in the cache.
+        HookRegistry.register(TARGET, fill, HookType("before"))
 
 
 def _open(host: Any) -> tuple[Settings, Bundle, PoolPlan]:

@@ -1,0 +1,254 @@
+"""All cells of one arm, against its running server."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx2
+import numpy as np
+
+from kvcq.errors import EvaluationError
+from kvcq.pipeline.bench_serve import statistics
+from kvcq.pipeline.bench_serve.arms import Running
+from kvcq.pipeline.bench_serve.cells import Cell
+from kvcq.pipeline.bench_serve.client import Timeline, send
+from kvcq.pipeline.bench_serve.prompts import body, draw, interval_for, reusable
+from kvcq.pipeline.bench_serve.rows import Row
+from kvcq.pipeline.bench_serve.trace import Split, read_trace, split
+from kvcq.pipeline.progress import Reporter
+
+HIT_SHARES = (0.0, 0.5, 1.0)
+PREFILL_OUTPUT, WARM_TOKENS, WARM_OUTPUT = 8, 9000, 8
+SPLIT_STEPS, TRACE_SECONDS, POLL_SECONDS = 24, 120.0, 0.5
+FLUSH_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured of every arm; see `kvcq.pipeline.bench_serve.request.ServeBenchRequest`."""
+
+    cells: tuple[Cell, ...] = ()
+    prompts: tuple[Cell, ...] = ()
+    hits: tuple[Cell, ...] = ()
+    jobs: tuple[Cell, ...] = ()
+    splits: tuple[Cell, ...] = ()
+    filled: bool = False
+    output: int = 256
+    job_output: int = 1024
+    seed: int = 0
+
+    @property
+    def count(self) -> int:
+        """Rows of an arm."""
+        return len(self.cells + self.prompts + self.jobs + self.splits) + len(HIT_SHARES) * len(self.hits)
+
+
+# Bytes that a decode step of so many requests behind so many tokens reads, over the bandwidth, in ms; or None.
+Bound = Callable[[Running, int, int], float | None]
+
+
+def measure_arm(running: Running, plan: Plan, bound: Bound, reporter: Reporter) -> Iterator[Row]:
+    """Yield the rows of one arm, each as soon as it is there.
+
+    A cell whose requests fail is a row with the reason: the server may well answer the next.
+    """
+    meter = _Meter(running, plan, bound)
+    reporter.stage(f"{running.arm.name}: warming up")
+    meter.warm()
+    kinds = (
+        ("prefill", plan.prompts, meter.prefill),
+        ("hits", plan.hits, meter.hits),
+        ("decode", plan.cells, meter.decode),
+        ("split", plan.splits, meter.split),
+        ("job", plan.jobs, meter.job),
+    )
+    for kind, cells, act in kinds:
+        for cell in cells:
+            reporter.stage(f"{running.arm.name}: {kind} {cell.label}")
+            problem = None
+            try:
+                yield from act(cell)
+            except EvaluationError as error:
+                problem = str(error)
+            if problem is not None:
+                yield Row(kind, running.arm.name, cell.label, cell.batch or 0, cell.input, 0, problem=problem)
+
+
+class _Meter:
+    def __init__(self, running: Running, plan: Plan, bound: Bound) -> None:
+        self._running, self._plan, self._bound, self._draws = running, plan, bound, 0
+
+    def warm(self) -> None:
+        """Have everything compiled that a prefill, a chunk of one, a prefix hit and decoding launch."""
+        length = max((cell.input for cell in self._plan.prompts), default=1024)
+        prompts = self._prompts(2, min(max(length, 1024), WARM_TOKENS))
+        for _ in range(2):
+            self._send([body(prompt, WARM_OUTPUT) for prompt in prompts])
+
+    def prefill(self, cell: Cell) -> Iterator[Row]:
+        count, output = self._count(cell, PREFILL_OUTPUT), PREFILL_OUTPUT
+        self._flush()
+        lines = self._send([body(prompt, output) for prompt in self._prompts(count, cell.input)])
+        yield self._timed(self._row("prefill", cell, count, output), lines)
+
+    def hits(self, cell: Cell) -> Iterator[Row]:
+        count, output = self._count(cell, self._plan.output), self._plan.output
+        for share in HIT_SHARES:
+            self._flush()
+            prompts = self._prompts(count, cell.input)
+            known = min(round(share * cell.input), reusable(cell.input))
+            if known:
+                # Every request finds a prefix of its own: one that all share would be read once for all.
+                self._send([body(prompt[:known], 1) for prompt in prompts])
+            lines = self._send([body(prompt, output, interval=interval_for(count)) for prompt in prompts])
+            row = self._row("hits", cell, count, output)
+            label = f"{cell.label} {100 * share:.0f}%"
+            yield replace(self._whole(self._timed(row, lines), lines), cell=label)
+
+    def decode(self, cell: Cell) -> Iterator[Row]:
+        count, output = self._count(cell, self._plan.output), self._plan.output
+        self._flush()
+        yield self._windowed("decode", cell, count, output, self._send(self._bodies(cell, count, output)))
+
+    def job(self, cell: Cell) -> Iterator[Row]:
+        count, output = self._count(cell, self._plan.job_output), self._plan.job_output
+        self._flush()
+        lines = self._send(self._bodies(cell, count, output))
+        yield self._whole(self._windowed("job", cell, count, output, lines), lines)
+
+    def split(self, cell: Cell) -> Iterator[Row]:
+        count, output = self._count(cell, self._plan.output), self._plan.output
+        self._flush()
+        with tempfile.TemporaryDirectory(prefix="kvcq-trace-") as folder:
+            found: list[Split] = []
+
+            async def profile(http: httpx2.AsyncClient) -> None:
+                found.append(await _profile(http, Path(folder)))
+
+            bodies = self._bodies(cell, count, output)
+            lines = send(self._running.url, bodies, self._running.key, profile)
+        got = found[0]
+        row = self._windowed("split", cell, count, output, lines)
+        # The profiler's own cost is outside of the steps that it has traced, but inside the window.
+        yield replace(
+            row,
+            tokens_per_s=None,
+            window_s=None,
+            itl_ms=None,
+            itl_p99_ms=None,
+            step_ms=got.step / 1000,
+            classes_us=got.classes,
+            gap_us=got.gap,
+            steps=got.steps,
+            top=got.top,
+        )
+
+    def _count(self, cell: Cell, output: int) -> int:
+        running = self._running
+        count = cell.requests(running.capacity, output, running.most)
+        if not count:
+            raise EvaluationError(f"a pool of {running.capacity} tokens holds no such request", where=cell.label)
+        return count
+
+    def _prompts(self, count: int, length: int) -> np.ndarray:
+        # Alike in every arm, and never the same twice.
+        self._draws += 1
+        return draw(count, length, self._plan.seed, self._draws)
+
+    def _bodies(self, cell: Cell, count: int, output: int) -> list[bytes]:
+        filled = reusable(cell.input) if self._plan.filled else 0
+        interval = interval_for(count)
+        return [body(prompt, output, filled=filled, interval=interval) for prompt in self._prompts(count, cell.input)]
+
+    def _send(self, bodies: list[bytes]) -> list[Timeline]:
+        return send(self._running.url, bodies, self._running.key)
+
+    def _flush(self) -> None:
+        """Empty the radix tree; SGLang refuses as long as anything of the last cell goes on."""
+        key = self._running.key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        end = time.monotonic() + FLUSH_SECONDS
+        while True:
+            try:
+                answer = httpx2.post(f"{self._running.url}/flush_cache", headers=headers, timeout=60, trust_env=False)
+            except httpx2.HTTPError as error:
+                raise EvaluationError(f"no answer: {type(error).__name__}", where="/flush_cache") from None
+            if answer.status_code == 200:
+                return
+            if time.monotonic() > end:
+                raise EvaluationError(f"the cache is not flushed: HTTP {answer.status_code}", where="/flush_cache")
+            time.sleep(POLL_SECONDS)
+
+    def _row(self, kind: str, cell: Cell, count: int, output: int) -> Row:
+        return Row(kind, self._running.arm.name, cell.label, count, cell.input, output)
+
+    def _windowed(self, kind: str, cell: Cell, count: int, output: int, lines: list[Timeline]) -> Row:
+        row = self._timed(self._row(kind, cell, count, output), lines)
+        if self._plan.filled and (wanted := reusable(cell.input)):
+            fewest = min(line.cached for line in lines)
+            missing = None if fewest >= wanted else f"only {fewest} of {wanted} tokens were filled in, others prefilled"
+            row = replace(row, filled=missing is None, problem=missing, ttft_ms=None, ttft_p99_ms=None)
+            row = replace(row, prefill_per_s=None)
+        window = statistics.decode_window(lines)
+        if window is None:
+            return replace(row, problem=row.problem or "no two tokens while all requests run: raise --output")
+        length = cell.input + output // 2
+        told = None
+        if kind == "decode" and window.requests < count:
+            told = f"{window.requests} of {count} requests ran at once"
+        return replace(
+            row,
+            running=window.requests,
+            tokens_per_s=window.tokens_per_s,
+            step_ms=1000 * window.step,
+            window_s=window.seconds,
+            bound_ms=self._bound(self._running, window.requests, length),
+            problem=row.problem or told,
+        )
+
+    def _timed(self, row: Row, lines: list[Timeline]) -> Row:
+        first, between = statistics.first_token(lines), statistics.between_tokens(lines)
+        return replace(
+            row,
+            ttft_ms=1000 * first.median,
+            ttft_p99_ms=1000 * first.p99,
+            itl_ms=None if between is None else 1000 * between.median,
+            itl_p99_ms=None if between is None else 1000 * between.p99,
+            prefill_per_s=statistics.prefill_rate(lines),
+            hit_share=statistics.hit_share(lines),
+        )
+
+    def _whole(self, row: Row, lines: list[Timeline]) -> Row:
+        seconds = statistics.wall(lines)
+        return replace(row, wall_s=seconds, tokens_per_s=sum(line.tokens for line in lines) / seconds)
+
+
+async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
+    """Trace some steps of what runs now, and return what they consist of."""
+    asked = {
+        "output_dir": str(folder),
+        "num_steps": SPLIT_STEPS,
+        # Without the CPU's own events, which would slow every launch.
+        "activities": ["GPU"],
+        "with_stack": False,
+        "record_shapes": False,
+    }
+    answer = await http.post("/start_profile", json=asked, timeout=TRACE_SECONDS)
+    if answer.status_code != 200:
+        raise EvaluationError(f"HTTP {answer.status_code}", where="/start_profile")
+    end = time.monotonic() + TRACE_SECONDS
+    while time.monotonic() < end:
+        for path in sorted(folder.glob("*.trace.json*")):
+            try:
+                events = read_trace(path)
+            except EvaluationError:
+                # It is still being written.
+                continue
+            return split(events)
+        await asyncio.sleep(POLL_SECONDS)
+    raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile")

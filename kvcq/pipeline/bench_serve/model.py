@@ -1,0 +1,107 @@
+"""The model of a run: a folder that is there, or one without weights with the bundles for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcq.artifacts.bundle import Bundle
+from kvcq.artifacts.verify import read_any
+from kvcq.errors import InputError
+from kvcq.models.outline import load_outline
+from kvcq.models.weightless import LOAD_FORMAT, config_geometry, shape_config, step_weights, write_model
+from kvcq.pipeline.bench_serve.request import ServeBenchRequest
+from kvcq.pipeline.bench_serve.synthetic import write_synthetic
+from kvcq.pipeline.progress import Reporter
+from kvcq.runtime.layout import kv_bytes_per_token
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all arms serve.
+
+    Attributes:
+        model: What loads it.
+        label: What it is called in tables.
+        bundles: By the name of their arm.
+        flags: That its weights need, if they are random ones.
+        config: Its configuration, empty where it is not on this machine yet.
+    """
+
+    model: str
+    label: str
+    bundles: dict[str, tuple[Path, Bundle]]
+    flags: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether weights are random, so that no answer proves anything."""
+        return bool(self.flags)
+
+    @property
+    def weights(self) -> int | None:
+        """Bytes of weights that a decode step reads; None where they are not known."""
+        return step_weights(dict(self.config)) if self.config else None
+
+    @property
+    def bf16_cell(self) -> int | None:
+        """Bytes of a BF16 token in all layers."""
+        for _, bundle in self.bundles.values():
+            return round(kv_bytes_per_token((), bundle.manifest.geometry))
+        config = self.config
+        names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+        if any(not isinstance(config.get(name), int) for name in names):
+            return None
+        layers, heads, d = (int(config[name]) for name in names)
+        return layers * heads * 2 * d * 2
+
+
+def make_subject(request: ServeBenchRequest, folder: Path, reporter: Reporter) -> Subject:
+    """Open what is named, or write what is asked for into a folder.
+
+    Raises:
+        InputError: neither a model nor a shape; not a bundle; two of one name.
+        CorruptArtifactError: a damaged bundle.
+    """
+    if request.synthetic is not None:
+        return _synthetic(request, folder, reporter)
+    if request.model is None:
+        raise InputError("no model", where="--model", fix="name one, or use --synthetic qwen3-8b")
+    bundles: dict[str, tuple[Path, Bundle]] = {}
+    for path in request.bundles:
+        reporter.stage(f"verifying {path.name}")
+        found = read_any(path)
+        if not isinstance(found, Bundle):
+            raise InputError("not a bundle", where=path, fix="name a .kvcq that kvcq pack has written")
+        name = path.stem
+        if name in bundles:
+            raise InputError(f"two bundles are called {name}", where="--bundle", fix="rename one")
+        bundles[name] = path, found
+    config = Path(request.model) / CONFIG
+    plain = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return Subject(request.model, Path(request.model).name, bundles, config=plain)
+
+
+def _synthetic(request: ServeBenchRequest, folder: Path, reporter: Reporter) -> Subject:
+    name = request.synthetic or ""
+    config = shape_config(name, request.layers)
+    geometry, model = config_geometry(config), folder / name
+    write_model(model, config)
+    identity = load_outline(str(model), geometry).identity
+    bundles = {}
+    for kind in request.kinds:
+        reporter.stage(f"making a synthetic bundle, {kind}")
+        path = folder / f"{kind}.kvcq"
+        write_synthetic(path, kind, geometry, identity, seed=request.seed)
+        bundle = read_any(path)
+        if not isinstance(bundle, Bundle):
+            raise InputError("not a bundle", where=path)
+        bundles[kind] = path, bundle
+    layers = len(geometry.layers)
+    return Subject(str(model), f"{name}, {layers} layers, random weights", bundles, LOAD_FORMAT, config)
