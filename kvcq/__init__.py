@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvcq.pipeline.about import environment as env
     from kvcq.pipeline.about import methods
     from kvcq.pipeline.bench.run import bench
+    from kvcq.pipeline.bench_serve.request import ServeBenchRequest
+    from kvcq.pipeline.bench_serve.run import bench_serve
     from kvcq.pipeline.collect import collect
     from kvcq.pipeline.fit import fit
     from kvcq.pipeline.inspect import diff, inspect, verify
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "bench": "pipeline.bench.run",
+    "bench_serve": "pipeline.bench_serve.run",
     "collect": "pipeline.collect",
     "merge": "pipeline.merge",
     "fit": "pipeline.fit",
@@ -73,6 +76,7 @@ _HOMES = {
     "QuickstartRequest": "pipeline.requests",
     "ServeRequest": "pipeline.requests",
     "SglangRequest": "pipeline.sglang.request",
+    "ServeBenchRequest": "pipeline.bench_serve.request",
 }
 
 _RENAMED = {
@@ -88,6 +92,7 @@ __all__ = [
     "MergeRequest",
     "PackRequest",
     "QuickstartRequest",
+    "ServeBenchRequest",
     "ServeRequest",
     "ServerRequest",
     "SglangRequest",
@@ -95,6 +100,7 @@ __all__ = [
     "ValidateRequest",
     "__version__",
     "bench",
+    "bench_serve",
     "collect",
     "diff",
     "env",

@@ -1,4 +1,4 @@
-"""kvcq bench."""
+"""kvcq bench: kernels and servers, each timed beside BF16."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Annotated
 
 import typer
 
+from kvcq.cli import bench_serve
 from kvcq.cli.console import Console
-from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet, Verbose, choice
+from kvcq.cli.options import Debug, DryRun, Force, Json, Quiet, Verbose
+from kvcq.cli.values import split_items
 from kvcq.errors import EvaluationError
 
+HELP = "Time kernels, or servers, beside BF16 on this machine."
+app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-def command(
-    what: Annotated[str, typer.Argument(help="What to time: kernels.")],
+
+@app.command(name="kernels")
+def kernels(
     shapes: Annotated[
         str | None,
         typer.Option(help="Decode shapes BATCHxCONTEXT[@D[:QHEADS/KVHEADS]], e.g. 1x32k,32x32k,32x32k@64:64/8."),
@@ -42,11 +47,10 @@ def command(
     from kvcq.pipeline.bench.run import bench
     from kvcq.pipeline.requests import BenchRequest
 
-    choice(what, ("kernels",), "WHAT")
     request = BenchRequest(
-        shapes=_items(shapes),
-        ops=_items(ops),
-        codecs=_items(codecs),
+        shapes=split_items(shapes),
+        ops=split_items(ops),
+        codecs=split_items(codecs),
         peers=tuple(peer or ()),
         repeats=repeats,
         out=out,
@@ -65,6 +69,4 @@ def command(
         )
 
 
-def _items(text: str | None) -> tuple[str, ...]:
-    """Split a comma-separated list; empty items fall out."""
-    return tuple(item.strip() for item in (text or "").split(",") if item.strip())
+app.command(name="serve")(bench_serve.command)

@@ -24,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for verb in (quickstart, collect, merge, fit, validate, pack, serve, inspect, verify, diff, methods, bench, env):
+    if verb is bench:
+        app.add_typer(bench.app, name="bench", short_help=bench.HELP)
+        continue
     # The whole first sentence: click would cut it at the width of the list.
     summary = " ".join((verb.command.__doc__ or "").partition("\n\n")[0].split())
     app.command(name=verb.__name__.rpartition(".")[2], short_help=summary)(verb.command)

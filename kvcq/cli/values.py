@@ -54,3 +54,8 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
     if match is None:
         raise InputError(f"{text!r} is not a shard", where="--shard", fix="write I/N with I from 0 to N-1, e.g. 0/4")
     return int(match[1]), int(match[2])
+
+
+def split_items(text: str | None) -> tuple[str, ...]:
+    """Split a comma-separated list; empty items fall out."""
+    return tuple(item.strip() for item in (text or "").split(",") if item.strip())

@@ -15,7 +15,7 @@ import numpy as np
 from kvcq.errors import EvaluationError
 from kvcq.pipeline.bench_serve import statistics
 from kvcq.pipeline.bench_serve.arms import Running
-from kvcq.pipeline.bench_serve.cells import Cell
+from kvcq.pipeline.bench_serve.cells import Cell, fitting
 from kvcq.pipeline.bench_serve.client import Timeline, send
 from kvcq.pipeline.bench_serve.prompts import body, draw, interval_for, reusable
 from kvcq.pipeline.bench_serve.rows import Row
@@ -199,6 +199,8 @@ class _Meter:
             return replace(row, problem=row.problem or "no two tokens while all requests run: raise --output")
         length = cell.input + output // 2
         told = None
+        if cell.batch is None and fitting(self._running.capacity, cell.input, output) > count:
+            told = "as many as --max-running allows, the pool holds more"
         if kind == "decode" and window.requests < count:
             told = f"{window.requests} of {count} requests ran at once"
         return replace(

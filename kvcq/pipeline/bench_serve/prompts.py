@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,8 @@ def body(ids: Sequence[int] | NDArray, output: int, *, filled: int = 0, interval
         filled: Tokens of the prompt that a server started for it puts into its cache first.
         interval: Tokens from one event of the stream to the next.
     """
-    params = {"max_new_tokens": output, "temperature": 0.0, "ignore_eos": True, "stream_interval": interval}
+    params: dict[str, Any] = {"max_new_tokens": output, "temperature": 0.0, "ignore_eos": True}
+    params["stream_interval"] = interval
     if filled:
         params["custom_params"] = {PARAM: filled}
     plain = {"input_ids": np.asarray(ids).tolist(), "sampling_params": params, "stream": True}

@@ -5,6 +5,7 @@ The answers to a canary are the recorded ones of the bundle; the radix tree is a
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -58,12 +59,21 @@ def early() -> None:
 
 
 early()
-SETTINGS = json.loads(FLAGS["--json-model-override-args"])["kvcq"]
-BUNDLE = open_bundle(Path(SETTINGS["bundle"]))
-MANIFEST, CANARY = BUNDLE.manifest, BUNDLE.canary
-RECENT = MANIFEST.recipe.windows.recent
+OVERRIDES = json.loads(FLAGS.get("--json-model-override-args", "{}"))
+FILLS = OVERRIDES.get("kvcq_bench") == {"filled": True} and WAY != "no_fill"
 RUNNING = int(FLAGS["--max-running-requests"])
-POOL = pool_of(MANIFEST, 1, RUNNING)
+BACKEND = FLAGS["--attention-backend"]
+PLAIN = BACKEND != "kvcq"
+if PLAIN and f"no_{BACKEND}" == WAY:
+    print(f"ImportError: {BACKEND} is a placeholder")
+    sys.exit(1)
+RECENT, CAPACITY = 1, 6400
+if not PLAIN:
+    SETTINGS = OVERRIDES["kvcq"]
+    BUNDLE = open_bundle(Path(SETTINGS["bundle"]))
+    MANIFEST, CANARY = BUNDLE.manifest, BUNDLE.canary
+    RECENT = MANIFEST.recipe.windows.recent
+    POOL = pool_of(MANIFEST, 1, RUNNING)
 SEEN: list[list[int]] = []
 ASKED = {"health": 0, "info": 0, "generate": 0}
 if log := os.environ.get("KVCQ_STUB_LOG"):
@@ -80,7 +90,7 @@ def record() -> dict:
         "method": MANIFEST.recipe.method,
         "bytes_per_token": POOL.cell,
         "window_bytes": POOL.request_bytes,
-        "capacity": 6400,
+        "capacity": CAPACITY,
         "running": RUNNING,
         "ranks": 1,
         "rank": 0,
@@ -101,6 +111,15 @@ def record() -> dict:
 
 
 def state() -> dict:
+    if PLAIN:
+        usage = {"token_capacity": CAPACITY // 4}
+        backend = "fa3" if WAY == "other_backend" else BACKEND
+        return {
+            "attention_backend": backend,
+            "kv_cache_dtype": "auto",
+            "memory_usage": usage,
+            "max_running_requests": RUNNING,
+        }
     return {"memory_usage": {}} if WAY == "bf16_server" else {"memory_usage": {}, "kvcq": record()}
 
 
@@ -135,6 +154,21 @@ def log_probs(ids: list[int], start: int, wanted: list[int]) -> list:
     return [None, *rows]
 
 
+# What a profiler of this server traces: see `tests.bench_serve.traces`.
+STEP_SECONDS = 0.002
+TRACE = os.environ.get("KVCQ_STUB_TRACE")
+
+
+def write_trace(folder: Path) -> None:
+    time.sleep(0.1)
+    data = gzip.compress(Path(TRACE).read_bytes())
+    path = folder / "stub-TP-0.trace.json.gz"
+    # As a trace looks that is still being written.
+    path.write_bytes(data[: len(data) // 2])
+    time.sleep(0.7)
+    path.write_bytes(data)
+
+
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -163,7 +197,34 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer({}, 404)
 
+    def stream(self, body: dict) -> None:
+        """Answer token by token, as many as are asked for, in events of as many as are asked for."""
+        params, ids = body["sampling_params"], body["input_ids"]
+        filled = (params.get("custom_params") or {}).get("kvcq_filled", 0) if FILLS else 0
+        meta = {"prompt_tokens": len(ids), "cached_tokens": filled or cached(ids, -1)}
+        if WAY == "half_filled":
+            meta["cached_tokens"] = 0
+        SEEN.append(ids)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        output, interval = params["max_new_tokens"], params["stream_interval"]
+        if WAY == "stream_error":
+            self.wfile.write(b'data: {"error": {"message": "boom"}}\n\ndata: [DONE]\n\n')
+            return
+        for count in range(1, output + 1):
+            time.sleep(STEP_SECONDS)
+            if count == output or interval == 1 or count % interval == 1:
+                event = {"text": "a" * count, "meta_info": meta | {"completion_tokens": count}}
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+
     def do_POST(self) -> None:
+        if self.path == "/flush_cache":
+            SEEN.clear()
+            self.answer({}, 400 if WAY == "no_flush" else 200)
+            return
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ASKED["generate"] += 1
         if (key := FLAGS.get("--api-key")) and self.headers.get("Authorization") != f"Bearer {key}":
@@ -171,6 +232,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         if WAY == "error":
             self.answer({"error": {"message": "boom"}}, 500)
+            return
+        if self.path == "/start_profile":
+            threading.Thread(target=write_trace, args=(Path(body["output_dir"]),)).start()
+            self.answer({})
+            return
+        if body.get("stream"):
+            self.stream(body)
             return
         ids, start = body["input_ids"], body.get("logprob_start_len", -1)
         meta: dict = {"cached_tokens": cached(ids, start)}

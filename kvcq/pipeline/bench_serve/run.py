@@ -1,0 +1,211 @@
+"""bench serve: BF16 and bundles through SGLang, one server after the other, on one machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from kvcq.artifacts.disk import disk_errors
+from kvcq.errors import InputError, KvcqError
+from kvcq.models.weightless import shape_config
+from kvcq.pipeline.bench_serve.arms import Running, arguments, arms_of, run_arm
+from kvcq.pipeline.bench_serve.cells import parse_cells
+from kvcq.pipeline.bench_serve.charts import write_charts
+from kvcq.pipeline.bench_serve.measure import Plan, measure_arm
+from kvcq.pipeline.bench_serve.model import Subject, make_subject
+from kvcq.pipeline.bench_serve.request import ServeBenchRequest
+from kvcq.pipeline.bench_serve.result import ArmRecord, ServeBenchResult
+from kvcq.pipeline.bench_serve.roofline import make_bound
+from kvcq.pipeline.bench_serve.synthetic import KINDS
+from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.sglang.arguments import read_given
+from kvcq.pipeline.sglang.machine import Machine, check_gpus, this_machine
+from kvcq.pipeline.versions import installed
+from kvcq.reports.text import plural
+
+VERSIONS = ("kvcq", "torch", "triton", "flashinfer-python")
+
+
+def bench_serve(
+    request: ServeBenchRequest, reporter: Reporter = SILENT, *, machine: Machine | None = None
+) -> ServeBenchResult:
+    """Start the server of every arm in turn and measure the cells.
+
+    An arm that does not start, or a cell that fails, is recorded with its reason, and the others go on. The record is
+    written anew after every cell, so that an end from outside loses one cell only.
+
+    Args:
+        request: What.
+        reporter: Receives progress, the servers' own lines and every row.
+        machine: What this machine has; None asks it.
+
+    Raises:
+        InputError: cells, arms, flags or outputs that are none.
+        UnavailableError: no SGLang or no GPU.
+        CorruptArtifactError: a damaged bundle.
+    """
+    begin = time.monotonic()
+    plan = read_plan(request)
+    _check(request)
+    if request.dry_run:
+        return ServeBenchResult(plan=_dry(request, plan))
+    machine = machine or this_machine()
+    check_gpus(machine, read_given(request.arguments).number("tp_size", 1))
+    with tempfile.TemporaryDirectory(prefix="kvcq-bench-") as folder:
+        subject = make_subject(request, Path(folder), reporter)
+        result = ServeBenchResult(_machine(machine), _told(request, subject), _settings(request, subject))
+        bound = make_bound(subject, request.bandwidth)
+
+        def keep() -> None:
+            result.seconds = time.monotonic() - begin
+            if request.out is not None:
+                _save(result, request.out)
+
+        for arm in arms_of(request, subject):
+
+            def measure(running: Running) -> None:
+                result.arms.append(
+                    ArmRecord(
+                        running.arm.name,
+                        running.arm.backend,
+                        running.capacity,
+                        running.most,
+                        running.cell,
+                        dict(running.record),
+                    )
+                )
+                keep()
+                for row in measure_arm(running, plan, bound, reporter):
+                    result.rows.append(row)
+                    (reporter.warn if row.problem else reporter.note)(row.line())
+                    keep()
+
+            problem = None
+            try:
+                run_arm(arm, request, subject, machine, measure, reporter)
+            except KvcqError as error:
+                problem = str(error)
+            if problem is not None:
+                reporter.warn(f"{arm.name}: {problem}")
+                _record(result, ArmRecord(arm.name, arm.backend, problem=problem))
+            keep()
+    if request.charts is not None:
+        write_charts(result, request.charts)
+    return result
+
+
+def _record(result: ServeBenchResult, failed: ArmRecord) -> None:
+    """Tell why an arm has no more rows; it may have come up before."""
+    before = next((arm for arm in result.arms if arm.name == failed.name), None)
+    if before is not None:
+        result.arms.remove(before)
+        failed = replace(before, problem=failed.problem)
+    result.arms.append(failed)
+
+
+def read_plan(request: ServeBenchRequest) -> Plan:
+    """Read the cells of a request.
+
+    Raises:
+        InputError: one that is none, or none at all.
+    """
+    plan = Plan(
+        cells=parse_cells(request.cells, "--cells", full=True),
+        prompts=parse_cells(request.prompts, "--prompts"),
+        hits=parse_cells(request.hits, "--hits"),
+        jobs=parse_cells(request.jobs, "--jobs"),
+        splits=parse_cells(request.splits, "--splits"),
+        filled=request.filled,
+        output=request.output,
+        job_output=request.job_output,
+        seed=request.seed,
+    )
+    if not plan.count:
+        raise InputError("nothing to measure", where="--cells", fix="for example --cells 1x8k,fullx30k --filled")
+    return plan
+
+
+def _check(request: ServeBenchRequest) -> None:
+    """Refuse before servers are started what could not be measured or kept."""
+    if (request.model is None) == (request.synthetic is None):
+        raise InputError("name a model or a shape, not both", where="--model", fix="or --synthetic qwen3-8b")
+    if request.synthetic is None:
+        if request.layers is not None:
+            raise InputError("only a synthetic model has other layers", where="--layers", fix="leave it out")
+    elif request.bundles:
+        raise InputError("a synthetic model has bundles of its own", where="--bundle", fix="leave it out")
+    else:
+        shape_config(request.synthetic, request.layers)
+    for kind in request.kinds:
+        if kind not in KINDS:
+            raise InputError(f"{kind!r} is no kind", where="--kinds", fix=f"use {', '.join(KINDS)}")
+    if not request.bf16 and not request.bundles and not (request.synthetic and request.kinds):
+        raise InputError("no arm", where="--bf16", fix="use triton,flashinfer, or name bundles")
+    for flag, number in (
+        ("--output", request.output),
+        ("--job-output", request.job_output),
+        ("--max-running", request.max_running),
+    ):
+        if number < 1:
+            raise InputError(f"{number} is too few", where=flag, fix="use 1 or more")
+    if request.bandwidth <= 0:
+        raise InputError(f"{request.bandwidth:g} GB/s", where="--bandwidth", fix="use the read rate of the memory")
+    given = read_given(request.arguments)
+    if "load_format" in given.values and request.synthetic is not None:
+        raise InputError("--load-format is set by --synthetic", where="--load-format", fix="leave it out")
+    out = request.out
+    if out is not None:
+        if out.suffix != ".json":
+            raise InputError(f"{out.name} does not end in .json", where="--out", fix="name it FILE.json")
+        if out.exists() and not (request.force and out.is_file()):
+            raise InputError("the output exists", where=out, fix="choose another path, or replace it: --force")
+
+
+def _dry(request: ServeBenchRequest, plan: Plan) -> list[str]:
+    model = request.model if request.synthetic is None else f"synthetic {request.synthetic}"
+    bundles = [path.stem for path in request.bundles] if request.synthetic is None else list(request.kinds)
+    arms = [*(f"bf16-{backend}" for backend in request.bf16), *bundles]
+    lines = [f"{model}: {plural(len(arms), 'server')} in turn, {', '.join(arms)}", f"{plan.count} figures of each"]
+    for name, cells in (
+        ("decode", plan.cells),
+        ("prefill", plan.prompts),
+        ("prefix hits", plan.hits),
+        ("jobs", plan.jobs),
+        ("splits", plan.splits),
+    ):
+        if cells:
+            lines.append(f"{name}: {', '.join(cell.label for cell in cells)}")
+    return lines
+
+
+def _machine(machine: Machine) -> dict[str, str]:
+    found = {"device": machine.gpus[0].name, "SGLang": machine.sglang}
+    return found | {name: version for name in VERSIONS if (version := installed(name)) is not None}
+
+
+def _told(request: ServeBenchRequest, subject: Subject) -> str:
+    filled = "; contexts are random rows put into the cache, not prefilled, unless a row says otherwise"
+    return subject.label + (filled if request.filled else "")
+
+
+def _settings(request: ServeBenchRequest, subject: Subject) -> dict[str, object]:
+    plain = asdict(request)
+    for name in ("out", "charts", "force", "dry_run", "model", "bundles"):
+        del plain[name]
+    return plain | {"flags": list(arguments(request, subject))}
+
+
+def _save(result: ServeBenchResult, out: Path) -> None:
+    text = json.dumps(result.payload(), indent=1, sort_keys=True) + "\n"
+    staging = out.with_name(f".{out.name}.staging")
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            staging.write_text(text, encoding="utf-8")
+            staging.replace(out)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise
