@@ -21,6 +21,7 @@ from kvcq.pipeline.bench_serve.prompts import body, draw, interval_for, reusable
 from kvcq.pipeline.bench_serve.rows import Row
 from kvcq.pipeline.bench_serve.trace import Split, read_trace, split
 from kvcq.pipeline.progress import Reporter
+from kvcq.spec.plan import Windows
 
 HIT_SHARES = (0.0, 0.5, 1.0)
 PREFILL_OUTPUT, WARM_TOKENS, WARM_OUTPUT = 8, 9000, 8
@@ -30,7 +31,10 @@ FLUSH_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every arm; see `kvcq.pipeline.bench_serve.request.ServeBenchRequest`."""
+    """What is measured of every arm; see `kvcq.pipeline.bench_serve.request.ServeBenchRequest`.
+
+    `recent` is the largest recent window of all bundles: no arm finds that much of a prompt's end in its cache.
+    """
 
     cells: tuple[Cell, ...] = ()
     prompts: tuple[Cell, ...] = ()
@@ -41,6 +45,7 @@ class Plan:
     output: int = 256
     job_output: int = 1024
     seed: int = 0
+    recent: int = Windows().recent
 
     @property
     def count(self) -> int:
@@ -101,7 +106,7 @@ class _Meter:
         for share in HIT_SHARES:
             self._flush()
             prompts = self._prompts(count, cell.input)
-            known = min(round(share * cell.input), reusable(cell.input))
+            known = min(round(share * cell.input), reusable(cell.input, self._plan.recent))
             if known:
                 # Every request finds a prefix of its own: one that all share would be read once for all.
                 self._send([body(prompt[:known], 1) for prompt in prompts])
@@ -161,7 +166,7 @@ class _Meter:
         return draw(count, length, self._plan.seed, self._draws)
 
     def _bodies(self, cell: Cell, count: int, output: int) -> list[bytes]:
-        filled = reusable(cell.input) if self._plan.filled else 0
+        filled = reusable(cell.input, self._plan.recent) if self._plan.filled else 0
         interval = interval_for(count)
         return [body(prompt, output, filled=filled, interval=interval) for prompt in self._prompts(count, cell.input)]
 
@@ -189,7 +194,7 @@ class _Meter:
 
     def _windowed(self, kind: str, cell: Cell, count: int, output: int, lines: list[Timeline]) -> Row:
         row = self._timed(self._row(kind, cell, count, output), lines)
-        if self._plan.filled and (wanted := reusable(cell.input)):
+        if self._plan.filled and (wanted := reusable(cell.input, self._plan.recent)):
             fewest = min(line.cached for line in lines)
             missing = None if fewest >= wanted else f"only {fewest} of {wanted} tokens were filled in, others prefilled"
             row = replace(row, filled=missing is None, problem=missing, ttft_ms=None, ttft_p99_ms=None)
@@ -251,6 +256,6 @@ async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
             except EvaluationError:
                 # It is still being written.
                 continue
-            return split(events)
+            return split(events, SPLIT_STEPS)
         await asyncio.sleep(POLL_SECONDS)
     raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile")

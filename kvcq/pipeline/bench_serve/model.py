@@ -16,7 +16,9 @@ from kvcq.models.weightless import LOAD_FORMAT, config_geometry, shape_config, s
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.synthetic import write_synthetic
 from kvcq.pipeline.progress import Reporter
+from kvcq.reports.text import plural
 from kvcq.runtime.layout import kv_bytes_per_token
+from kvcq.spec.plan import Windows
 
 CONFIG = "config.json"
 
@@ -48,6 +50,12 @@ class Subject:
     def weights(self) -> int | None:
         """Bytes of weights that a decode step reads; None where they are not known."""
         return step_weights(dict(self.config)) if self.config else None
+
+    @property
+    def recent(self) -> int:
+        """The largest recent window of the bundles, the usual one where there are none."""
+        windows = [bundle.manifest.recipe.windows for _, bundle in self.bundles.values()]
+        return max((found.recent for found in windows), default=Windows().recent)
 
     @property
     def bf16_cell(self) -> int | None:
@@ -104,4 +112,4 @@ def _synthetic(request: ServeBenchRequest, folder: Path, reporter: Reporter) -> 
             raise InputError("not a bundle", where=path)
         bundles[kind] = path, bundle
     layers = len(geometry.layers)
-    return Subject(str(model), f"{name}, {layers} layers, random weights", bundles, LOAD_FORMAT, config)
+    return Subject(str(model), f"{name}, {plural(layers, 'layer')}, random weights", bundles, LOAD_FORMAT, config)

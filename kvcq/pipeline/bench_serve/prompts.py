@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 
 from kvcq.runtime.layout import PAGE
 from kvcq.runtime.sglang.filled import PARAM
-from kvcq.spec.plan import Windows
 
 # Below any vocabulary's special tokens, and in every vocabulary there is.
 LOW, HIGH = 0, 256
-# Of tokens of a prefix that no cache gives back: kvcq recomputes the recent window.
-WINDOWS = Windows()
 
 
 def draw(count: int, length: int, *seed: int) -> NDArray:
@@ -24,9 +21,14 @@ def draw(count: int, length: int, *seed: int) -> NDArray:
     return np.random.default_rng(seed).integers(LOW, HIGH, (count, length), dtype=np.int32)
 
 
-def reusable(length: int, windows: Windows = WINDOWS) -> int:
-    """Return how many tokens of a prompt a cache can hold for it, whole pages, in every arm alike."""
-    return max(0, length - max(windows.recent, 1)) // PAGE * PAGE
+def reusable(length: int, recent: int) -> int:
+    """Return how many tokens of a prompt a cache can hold for it, whole pages, in every arm alike.
+
+    Args:
+        length: Tokens of the prompt.
+        recent: Those of its end that kvcq computes anew, whatever is cached.
+    """
+    return max(0, length - max(recent, 1)) // PAGE * PAGE
 
 
 def body(ids: Sequence[int] | NDArray, output: int, *, filled: int = 0, interval: int = 1) -> bytes:

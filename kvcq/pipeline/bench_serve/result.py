@@ -164,6 +164,8 @@ class ServeBenchResult:
         columns: list[Column] = [*COLUMNS[kind], ("times BF16", self.ratio)]
         if kind == "split":
             columns.append(("step / expected", self._of_expected))
+        order = list(dict.fromkeys(row.cell for row in rows))
+        rows = sorted(rows, key=lambda row: order.index(row.cell))
         shown = [[_cell(read(row)) for _, read in columns] for row in rows if value(row) is not None]
         kept = [i for i in range(len(columns)) if any(line[i] for line in shown)]
         return _markdown([columns[i][0] for i in kept], [[line[i] for i in kept] for line in shown])

@@ -57,6 +57,7 @@ def bench_serve(
     with tempfile.TemporaryDirectory(prefix="kvcq-bench-") as folder:
         subject = make_subject(request, Path(folder), reporter)
         result = ServeBenchResult(_machine(machine), _told(request, subject), _settings(request, subject))
+        plan = replace(plan, recent=subject.recent)
         bound = make_bound(subject, request.bandwidth)
 
         def keep() -> None:

@@ -96,11 +96,15 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def split(events: Iterable[Mapping[str, Any]]) -> Split:
+def split(events: Iterable[Mapping[str, Any]], asked: int) -> Split:
     """Average whole decode steps.
 
     A step begins where a kernel runs that every step has exactly once: the launches of graphs tell how many steps
     there are, so what lies before the first such kernel and behind the last is cut off with its unfinished steps.
+
+    Args:
+        events: Of the trace.
+        asked: Steps that were to be traced, for a trace without launches.
 
     Raises:
         EvaluationError: no kernels, or no three steps of them.
@@ -114,7 +118,7 @@ def split(events: Iterable[Mapping[str, Any]]) -> Split:
         elif LAUNCH in str(event.get("name")):
             launches += 1
     kernels.sort()
-    marks = _marks(kernels, launches)
+    marks = _marks(kernels, launches or asked)
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     busy: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -129,17 +133,16 @@ def split(events: Iterable[Mapping[str, Any]]) -> Split:
     return Split(steps, (last - first) / steps, classes, [(name, busy[name], calls[name] / steps) for name in most])
 
 
-def _marks(kernels: Sequence[tuple[float, float, str]], launches: int) -> list[float]:
+def _marks(kernels: Sequence[tuple[float, float, str]], wanted: int) -> list[float]:
     """Return where steps begin: the starts of a kernel that runs once a step."""
     counts = Counter(name for _, _, name in kernels)
     if not counts:
         raise EvaluationError("the trace has no kernels", where="profiler", fix="see whether CUPTI can trace here")
-    wanted = launches or min(counts.values())
     # Of those that run once a step the first in time; a step more or less may have been cut in two.
     near = sorted({count for count in counts.values() if abs(count - wanted) <= 1}, key=lambda n: (abs(n - wanted), -n))
     names = {name for name, count in counts.items() if near and count == near[0]}
     name = next((name for _, _, name in kernels if name in names), None)
     marks = [start for start, _, other in kernels if other == name]
     if name is None or len(marks) < 3:
-        raise EvaluationError(f"{launches} steps in the trace, no kernel runs once in each", where="profiler")
+        raise EvaluationError(f"about {wanted} steps in the trace, no kernel runs once in each", where="profiler")
     return marks

@@ -46,7 +46,7 @@ class Filler:
             tree: Its radix tree, None where a prefill goes on.
             store: Of kvcq's pool; None in a server with another.
         """
-        if tree is None or not self._asked():
+        if tree is None or getattr(tree, "disable", False) or not self._asked():
             return
         wanted = _wanted(req) // PAGE_TOKENS * PAGE_TOKENS
         if wanted:
