@@ -1,0 +1,194 @@
+"""SGLang with bundles beside BF16, and on demand beside the figures that it is built for.
+
+Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--charts DIR] [--targets] [--layers N]
+           [-- flags for SGLang]
+       python benchmarks/serve.py --read serve.json [more.json ...]
+
+Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
+
+    first     a short run of everything, to see whether it works
+    full      decoding behind 90k and 30k, as many requests as fit, and the split of a step; contexts are filled in
+    prefill   prompts that are computed, and prefix hits of 0, 50 and 100 %
+    job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
+
+`--targets`, or `--read` without running anything, prints the targets: they hold for one H200 and the shape of Qwen3-8B
+with all its layers, unless they name another. Ends with 1 if something failed or, with --targets, a figure is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvcq import ServeBenchRequest, bench_serve
+from kvcq.cli.console import Console
+from kvcq.pipeline.bench_serve.result import BF16, ServeBenchResult
+from kvcq.pipeline.bench_serve.rows import Row
+
+RUNS = {
+    "first": ServeBenchRequest(
+        synthetic="qwen3-8b",
+        layers=4,
+        cells=("1x8k", "fullx30k"),
+        prompts=("1x8k",),
+        hits=("4x4k",),
+        jobs=("8x30k",),
+        splits=("8x8k",),
+        output=192,
+        job_output=128,
+        filled=True,
+    ),
+    "full": ServeBenchRequest(
+        synthetic="qwen3-8b",
+        cells=("1x90k", "4x90k", "fullx90k", "fullx30k"),
+        splits=("1x8k", "8x8k", "32x8k", "128x8k"),
+        filled=True,
+        max_running=160,
+    ),
+    "prefill": ServeBenchRequest(
+        synthetic="qwen3-8b", layers=12, prompts=("1x8k", "4x8k", "1x32k"), hits=("16x8k",), output=64
+    ),
+    "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, max_running=32),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure: at least, or at most, `goal`, of the best bundle in one cell, or in the worst of all cells.
+
+    Attributes:
+        name: What it is.
+        kind: Of rows.
+        cell: Of rows; None: every one.
+        goal: The figure.
+        read: From the result and a row to the figure.
+        most: It is not to be exceeded.
+        model: What the label of the model begins with.
+    """
+
+    name: str
+    kind: str
+    cell: str | None
+    goal: float
+    read: Callable[[ServeBenchResult, Row], float | None] = lambda result, row: result.ratio(row)
+    most: bool = False
+    model: str = "qwen3-8b"
+
+
+def against_triton(result: ServeBenchResult, row: Row) -> float | None:
+    """Return the ratio to BF16 with SGLang's own kernels."""
+    return result.ratio(row, f"{BF16}triton")
+
+
+def of_expected(result: ServeBenchResult, row: Row) -> float | None:
+    """Return the step as a multiple of BF16's with only the attention replaced."""
+    expected = result.expected(row)
+    return None if expected is None or row.step_ms is None else row.step_ms / expected
+
+
+TARGETS = (
+    Target("decode, times the best BF16", "decode", "1x90k", 1.4),
+    Target("decode, times BF16 with triton", "decode", "1x90k", 2.0, against_triton),
+    Target("decode, times the best BF16", "decode", "4x90k", 2.0),
+    Target("decode, as many as fit, times the best BF16", "decode", "fullx30k", 4.5),
+    Target("decode, as many as fit, times the best BF16", "decode", "fullx90k", 4.5),
+    Target("job, times the best BF16", "job", "32x100k", 5.5, model="qwen3-4b"),
+    Target("step, of BF16's with our attention", "split", None, 1.15, of_expected, most=True),
+    Target("prefill, times the best BF16", "prefill", None, 0.9),
+)
+
+
+def reached(result: ServeBenchResult) -> Iterator[tuple[Target, str, str, float, bool]]:
+    """Yield each target that was measured with its cell, the best arm, its figure, and whether it holds."""
+    for target in TARGETS:
+        if not result.model.startswith(target.model):
+            continue
+        rows = [row for row in result.rows if row.kind == target.kind and target.cell in (None, row.cell)]
+        for cell in dict.fromkeys(row.cell for row in rows):
+            found = [
+                (value, row.arm)
+                for row in rows
+                if row.cell == cell and not row.arm.startswith(BF16) and (value := target.read(result, row)) is not None
+            ]
+            if found:
+                value, arm = min(found) if target.most else max(found)
+                yield target, cell, arm, value, value <= target.goal if target.most else value >= target.goal
+
+
+def print_targets(result: ServeBenchResult) -> bool:
+    """Print a table and return whether all of it holds."""
+    print("\n| figure | cell | arm | target | reached | |\n|---|---|---|---|---|---|")
+    all_hold = True
+    for target, cell, arm, value, holds in reached(result):
+        all_hold &= holds
+        sign = "<=" if target.most else ">="
+        print(
+            f"| {target.name} | {cell} | {arm} | {sign} {target.goal:g} | {value:.3g} | {'' if holds else 'no'} |",
+            flush=True,
+        )
+    return all_hold
+
+
+def read_result(paths: Sequence[Path]) -> Iterator[ServeBenchResult]:
+    """Yield the results that runs have written, enough of them to print targets."""
+    fields = set(Row.__dataclass_fields__)
+    for path in paths:
+        plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row(**{name: value for name, value in row.items() if name in fields}) for row in plain["rows"]]
+        yield ServeBenchResult(plain["machine"], plain["model"], rows=rows, seconds=plain["seconds"])
+
+
+def main() -> int:
+    """Measure, or read, and print."""
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        at = own.index("--")
+        own, flags = own[:at], own[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", choices=sorted(RUNS))
+    parser.add_argument("--read", nargs="+", type=Path, default=[])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--charts", type=Path)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--bf16", default="triton,flashinfer")
+    parser.add_argument("--kinds", default="int2,vq")
+    parser.add_argument("--cells", help="instead of the run's own")
+    parser.add_argument("--targets", action="store_true")
+    args = parser.parse_args(own)
+    if args.run is None and not args.read:
+        parser.error("name a run, or --read")
+    holds = True
+    for result in read_result(args.read):
+        print(f"{result.model}: {', '.join(result.machine.values())}")
+        holds &= print_targets(result)
+    if args.run is None:
+        return int(not holds)
+    request = RUNS[args.run]
+    bf16, kinds = (tuple(filter(None, text.split(","))) for text in (args.bf16, args.kinds))
+    request = replace(
+        request,
+        bf16=bf16,
+        kinds=kinds,
+        cells=request.cells if args.cells is None else tuple(filter(None, args.cells.split(","))),
+        layers=request.layers if args.layers is None else args.layers,
+        out=args.out,
+        charts=args.charts,
+        force=True,
+        arguments=tuple(flags),
+    )
+    with Console(verbose=True) as console:
+        result = bench_serve(request, console)
+    print(result.text())
+    failed = bool(result.failed)
+    if args.targets:
+        failed |= not print_targets(result)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
