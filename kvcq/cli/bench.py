@@ -14,7 +14,8 @@ from kvcq.cli.values import split_items
 from kvcq.errors import EvaluationError
 
 HELP = "Time kernels, or servers, beside BF16 on this machine."
-app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+EXAMPLE = "Example: kvcq bench kernels --shapes 32x32k --out kernels.json"
+app = typer.Typer(help=f"{HELP}\n\n{EXAMPLE}", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 @app.command(name="kernels")

@@ -346,7 +346,7 @@ def test_kernels_are_timed_on_a_gpu_only(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = tmp_path / "kernels.json"
     assert "CUDA" in refused(7, "bench", "kernels", "--out", out)
-    assert "kernels" in refused(2, "bench", "pages")
+    assert "pages" in refused(2, "bench", "pages")
     assert "--shapes" in refused(2, "bench", "kernels", "--shapes", "32", "--dry-run")
     code, plan, _ = run("bench", "kernels", "--shapes", "1x8k,2x4k@64", "--ops", "decode", "--dry-run", "--json")
     assert code == 0 and len(json.loads(plan)["plan"]) == 2 and not out.exists()

@@ -66,9 +66,12 @@ def code(path):
 def flags():
     """Flags of each verb of the command line."""
     group = typer.main.get_command(app)
+    # Of a verb with verbs of its own, all of theirs.
+    parts = {name: getattr(verb, "commands", {name: verb}).values() for name, verb in group.commands.items()}
     return {
-        name: {flag for item in verb.params for flag in [*item.opts, *item.secondary_opts]} | {"--help"}
-        for name, verb in group.commands.items()
+        name: {flag for verb in verbs for item in verb.params for flag in [*item.opts, *item.secondary_opts]}
+        | {"--help"}
+        for name, verbs in parts.items()
     }
 
 

@@ -110,6 +110,7 @@ def plain_command(arm: Arm, request: ServeBenchRequest, subject: Subject, given:
         "context_length": None if request.max_context is None else str(request.max_context),
         "max_running_requests": str(request.max_running),
         "attention_backend": arm.backend,
+        "dtype": request.dtype,
     }
     own = [part for name, value in options.items() if value is not None for part in (flag(name), value)]
     return (sys.executable, "-m", "sglang.launch_server", *given.tokens, *own)
@@ -162,6 +163,7 @@ def _run_bundle(
     asked = SglangRequest(
         bundle=path,
         model=subject.model,
+        dtype=request.dtype,
         host=HOST,
         port=0,
         max_context=request.max_context,

@@ -32,6 +32,7 @@ class ServeBenchRequest(Request):
         seed: Of the prompts.
         max_running: Requests that a server runs at once.
         max_context: Most tokens of a request; None: the model's context.
+        dtype: ``auto`` or ``bfloat16``.
         arguments: Flags for SGLang, for every arm.
         bandwidth: Of the memory, GB/s, for the rooflines.
         start_seconds: Longest time until a server answers.
@@ -56,6 +57,7 @@ class ServeBenchRequest(Request):
     seed: int = 0
     max_running: int = 128
     max_context: int | None = None
+    dtype: str = "auto"
     arguments: tuple[str, ...] = ()
     bandwidth: float = BANDWIDTH
     start_seconds: float = 1200.0

@@ -1,4 +1,4 @@
-"""Filled contexts on the real radix tree of every release: found by a match, owned by nobody twice, off unless asked."""
+"""Filled contexts on the real radix tree of every release: found, owned by nobody twice, off unless asked for."""
 
 from __future__ import annotations
 

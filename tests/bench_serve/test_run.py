@@ -1,0 +1,260 @@
+"""The whole of ``kvcq bench serve`` against a server process that behaves as SGLang does, or as one that is broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvcq.errors import EvaluationError, InputError
+from kvcq.pipeline.bench_serve import measure
+from kvcq.pipeline.bench_serve.arms import Arm, arguments, plain_command
+from kvcq.pipeline.bench_serve.client import send
+from kvcq.pipeline.bench_serve.model import Subject
+from kvcq.pipeline.bench_serve.prompts import body
+from kvcq.pipeline.bench_serve.request import ServeBenchRequest
+from kvcq.pipeline.bench_serve.result import ServeBenchResult
+from kvcq.pipeline.bench_serve.run import bench_serve
+from kvcq.pipeline.sglang.arguments import read_given
+from tests.bench_serve.test_parts import example
+from tests.bench_serve.traces import CLASSES, LENGTH
+from tests.chain import bare_environment
+from tests.serve_sglang.conftest import ROOT, STUB, argv_of
+
+
+def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
+    out = tmp_path / "new" / "serve.json"
+    result, told = run(
+        cells=("1x1k", "fullx1k"),
+        prompts=("2x512",),
+        hits=("2x1k",),
+        jobs=("4x512",),
+        splits=("2x1k",),
+        filled=True,
+        kinds=("int2", "vq"),
+        out=out,
+        charts=tmp_path / "charts",
+    )
+    assert [arm.name for arm in result.arms] == ["bf16-triton", "int2", "vq"] and not result.failed
+    assert [(arm.capacity, arm.cell) for arm in result.arms] == [(1600, 4096), (6400, 576), (6400, 576)]
+    assert not told.warnings and len(result.rows) == 3 * 8
+    rows = {(row.kind, row.arm, row.cell): row for row in result.rows}
+    one, full = rows[("decode", "int2", "1x1k")], rows[("decode", "int2", "fullx1k")]
+    # The stub takes two milliseconds for a token, however many run.
+    assert one.filled and one.ttft_ms is None and 2.0 <= one.step_ms < 20
+    assert (one.running, full.requests, full.running) == (1, 5, 5) and full.tokens_per_s > 2 * one.tokens_per_s
+    other = rows[("decode", "bf16-triton", "fullx1k")]
+    assert other.requests == 1
+    assert result.ratio(full) == pytest.approx(full.tokens_per_s / other.tokens_per_s)
+    # Weights of one layer and of the head, and a few rows of the cache, at 4.5 TB/s.
+    assert one.bound_ms == pytest.approx((1_630_535_680 + (1024 + 12 - 320) * 576 + 320 * 4096) / 4.5e9, rel=0.01)
+    prefill = rows[("prefill", "int2", "2x512")]
+    assert not prefill.filled and prefill.ttft_ms > 0 and prefill.prefill_per_s > 0 and prefill.hit_share == 0
+    shares = [rows[("hits", "vq", f"2x1k {share}%")].hit_share for share in (0, 50, 100)]
+    assert shares == [0, 0.5, 0.75]
+    split = rows[("split", "int2", "2x1k")]
+    assert split.step_ms == pytest.approx(LENGTH / 1000) and split.classes_us == pytest.approx(CLASSES)
+    assert result.expected(split) == pytest.approx(split.step_ms)
+    job = rows[("job", "vq", "4x512")]
+    assert job.running == 4 and job.tokens_per_s == pytest.approx(4 * 24 / job.wall_s)
+    record = json.loads(out.read_text())
+    settings = record["settings"]
+    assert len(record["rows"]) == 24 and settings["filled"] is True and "--load-format" in settings["flags"]
+    assert [path.name for path in sorted((tmp_path / "charts").iterdir())] == ["decode.svg", "hits.svg", "split.svg"]
+    assert "random weights" in result.text() and "not prefilled" in result.text()
+
+
+def test_a_fitted_bundle_has_to_prove_itself(run, tiny):
+    options = {"synthetic": None, "layers": None, "model": str(tiny.model), "dtype": "bfloat16"}
+    options["bundles"] = (tiny.folder / "nova.kvcq",)
+    result, _ = run(cells=("2x128",), **options)
+    assert [arm.name for arm in result.arms] == ["bf16-triton", "nova"] and not result.failed
+    assert result.arms[1].record["canary"] == pytest.approx(1.0, abs=0.2)
+    result, told = run("bf16", cells=("2x128",), **options)
+    assert "canary" in result.arms[1].problem and not [row for row in result.rows if row.arm == "nova"]
+    assert any(line.startswith("nova: ") for line in told.warnings)
+
+
+def test_a_server_that_does_not_fill_is_found_out(run):
+    for way in ("no_fill", "half_filled"):
+        result, told = run(way, cells=("1x1k",), filled=True)
+        assert [row.filled for row in result.rows] == [False, False]
+        assert all("only 0 of 768 tokens" in row.problem for row in result.rows) and len(told.warnings) == 2
+        assert not result.failed  # there are figures, and a word with them
+
+
+def test_one_arm_that_does_not_start_stops_no_other(run):
+    result, told = run("no_flashinfer", bf16=("flashinfer", "triton"), cells=("1x256",))
+    assert [(arm.name, arm.problem is None) for arm in result.arms] == [
+        ("bf16-flashinfer", False),
+        ("bf16-triton", True),
+        ("int2", True),
+    ]
+    assert "placeholder" in result.arms[0].problem and len(result.rows) == 2
+    assert len(result.failed) == 1 and "placeholder" in told.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "arm", "words"),
+    [
+        ("other_backend", "bf16-triton", "attention_backend is 'fa3', not triton"),
+        ("digest", "int2", "the digest of the bundle"),
+        ("bytes", "int2", "bytes of a token"),
+        ("kernels", "int2", "kernel for each layer"),
+        ("bf16_server", "int2", "the plugin is not on"),
+    ],
+)
+def test_a_server_that_is_something_else_is_not_measured(run, way, arm, words):
+    result, _ = run(way, cells=("1x256",), layers=2)
+    wrong = next(record for record in result.arms if record.name == arm)
+    assert words in wrong.problem and arm not in {row.arm for row in result.rows}
+    assert len(result.rows) == 1 and result.failed
+
+
+def test_requests_that_fail_are_rows_with_a_reason(run, monkeypatch):
+    monkeypatch.setattr(measure._Meter, "warm", lambda self: None)
+    result, _ = run("stream_error", cells=("1x256",), prompts=("1x256",))
+    assert len(result.rows) == 4 and all("boom" in row.problem for row in result.rows) and len(result.failed) == 4
+    monkeypatch.setattr(measure, "FLUSH_SECONDS", 0.1)
+    result, _ = run("no_flush", cells=("1x256",))
+    assert all("flush" in row.problem for row in result.rows)
+    result, _ = run(cells=("fullx64k",))
+    assert all("holds no such request" in row.problem for row in result.rows)
+
+
+def test_the_pool_may_hold_more_than_is_run(run):
+    result, _ = run(cells=("fullx256",), max_running=2)
+    assert [row.requests for row in result.rows] == [2, 2]
+    assert all("--max-running" in row.problem and row.tokens_per_s for row in result.rows) and not result.failed
+
+
+def test_every_arm_gets_the_same_flags(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCQ_STUB_LOG", str(tmp_path / "argv"))
+    run(cells=("1x256",), kinds=(), filled=True, arguments=("--mem-fraction-static", "0.8", "--api-key", "k"))
+    argv = argv_of(tmp_path / "argv")
+    assert argv[:4] == ["--mem-fraction-static", "0.8", "--api-key", "k"]
+    told = dict(pairwise(argv))
+    assert told["--load-format"] == "dummy" and told["--attention-backend"] == "triton"
+    assert told["--cuda-graph-max-bs"] == told["--max-running-requests"] == "8"
+    assert json.loads(told["--json-model-override-args"]) == {"kvcq_bench": {"filled": True}}
+    run(cells=("1x256",), bf16=(), filled=True, arguments=("--mem-fraction-static", "0.8", "--api-key", "k"))
+    ours = argv_of(tmp_path / "argv")
+    shared = ("--mem-fraction-static", "--load-format", "--cuda-graph-max-bs", "--max-running-requests")
+    other = dict(pairwise(ours))
+    assert {name: other[name] for name in shared} == {name: told[name] for name in shared}
+    overrides = json.loads(ours[len(ours) - 1 - ours[::-1].index("--json-model-override-args") + 1])
+    assert overrides["kvcq_bench"] == {"filled": True} and "bundle" in overrides["kvcq"]
+
+
+def test_what_a_user_sets_is_kept():
+    request = ServeBenchRequest(
+        model="m", arguments=("--cuda-graph-max-bs-decode", "4", "--json-model-override-args", '{"a": 1}'), filled=True
+    )
+    found = arguments(request, Subject("m", "m", {}))
+    assert found[:4] == request.arguments and "--cuda-graph-max-bs" not in found
+    assert json.loads(found[-1]) == {"a": 1, "kvcq_bench": {"filled": True}}
+    longer, given = replace(request, max_context=77), read_given(found)
+    argv = plain_command(Arm("bf16-x", "x"), longer, Subject("m", "m", {}), given, 5)
+    assert argv[argv.index("--context-length") + 1] == "77" and "--load-format" not in argv
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": None}, "--model"),
+        ({"synthetic": "qwen3-8b"}, "--model"),
+        ({"layers": 3}, "--layers"),
+        ({"model": None, "synthetic": "qwen3-9b"}, "qwen3-8b, qwen3-4b"),
+        ({"model": None, "synthetic": "qwen3-8b", "bundles": (Path("x.kvcq"),)}, "--bundle"),
+        ({"kinds": ("int3",)}, "--kinds"),
+        ({"bf16": ()}, "no arm"),
+        ({"cells": ()}, "nothing to measure"),
+        ({"jobs": ("fullx8k",)}, "--jobs"),
+        ({"output": 0}, "--output"),
+        ({"bandwidth": 0.0}, "--bandwidth"),
+        ({"out": Path("x.txt")}, "FILE.json"),
+        ({"arguments": ("--page-size", "1")}, "--page-size"),
+        ({"model": None, "synthetic": "qwen3-8b", "arguments": ("--load-format", "auto")}, "--load-format"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_server_starts(changes, words):
+    with pytest.raises(InputError) as told:
+        bench_serve(ServeBenchRequest(**{"model": "m", "cells": ("1x8k",)} | changes))
+    assert words in str(told.value)
+
+
+def test_an_output_is_replaced_only_if_asked(tmp_path):
+    out = tmp_path / "a.json"
+    out.write_text("{}")
+    request = ServeBenchRequest(model="m", cells=("1x8k",), dry_run=True, out=out)
+    with pytest.raises(InputError, match="--force"):
+        bench_serve(request)
+    plan = bench_serve(replace(request, force=True)).payload()["plan"]
+    assert "2 servers in turn" in plan[0] and "decode: 1x8k" in plan
+
+
+def test_nobody_listening_is_a_failure_of_requests():
+    with pytest.raises(EvaluationError, match="2 of 2 requests failed"):
+        send("http://127.0.0.1:9", [body([1, 2], 3)] * 2)
+
+
+DRIVER = """
+import sys
+import kvcq.pipeline.bench_serve.run as home
+from kvcq.cli.main import run
+from tests.serve_sglang.conftest import MACHINE
+home.this_machine = lambda: MACHINE
+run()
+"""
+
+
+def command(*arguments, way="", **environment):
+    env = bare_environment(KVCQ_STUB=way, **environment) | {"PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}"}
+    own = [sys.executable, "-c", DRIVER, "bench", "serve", *arguments]
+    return subprocess.run(own, env=env, capture_output=True, text=True, check=False, timeout=180, cwd=ROOT)
+
+
+def test_the_command_prints_tables_and_tells_what_failed(tmp_path):
+    options = ("--synthetic", "qwen3-8b", "--layers", "1", "--cells", "1x256", "--output", "24", "--max-running", "4")
+    done = command(*options, "--bf16", "triton", "--kinds", "int2", "--json", "--", "--log-level", "info")
+    assert done.returncode == 0, done.stderr
+    assert [row["arm"] for row in json.loads(done.stdout)["rows"]] == ["bf16-triton", "int2"]
+    done = command(*options, "--bf16", "triton,flashinfer", "--kinds", "int2", "--quiet", way="no_flashinfer")
+    assert done.returncode == 1 and "| 1x256 | bf16-triton |" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: 1 without a figure, first bf16-flashinfer: ")
+    done = command("--model", "m", "--cells", "1x8k", "--dry-run")
+    assert done.returncode == 0 and "bf16-triton, bf16-flashinfer" in done.stdout
+
+
+def load_benchmark():
+    place = Path(__file__).parents[2] / "benchmarks" / "serve.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_serve", place)
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["benchmarks_serve"] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_targets_take_the_best_bundle_of_their_cell(tmp_path, capsys):
+    script = load_benchmark()
+    result = example()
+    rows = [replace(row, cell="1x90k") if row.kind == "decode" and row.cell == "1x8k" else row for row in result.rows]
+    result = ServeBenchResult(result.machine, result.model, {}, result.arms, rows)
+    found = {(target.kind, target.goal): rest for target, *rest in script.reached(result)}
+    assert found[("decode", 1.4)] == ["1x90k", "int2", 2.0, True]
+    assert found[("decode", 2.0)] == ["1x90k", "int2", 2.5, True]
+    assert found[("split", 1.15)] == ["1x8k", "int2", pytest.approx(1.1), True]
+    assert len(found) == 3
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(result.payload()))
+    (again,) = script.read_result([path])
+    assert script.print_targets(again) and "| 1x90k | int2 | >= 1.4 | 2 |" in capsys.readouterr().out
+    for name, request in script.RUNS.items():
+        assert bench_serve(replace(request, dry_run=True)).plan, name
