@@ -6,7 +6,7 @@ Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--c
 
 Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
 
-    first     a short run of everything, to see whether it works
+    first     a little of everything
     full      decoding behind 90k and 30k, as many requests as fit, and the split of a step; contexts are filled in
     prefill   prompts that are computed, and prefix hits of 0, 50 and 100 %
     job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
@@ -33,15 +33,12 @@ from kvcq.pipeline.bench_serve.rows import Row
 RUNS = {
     "first": ServeBenchRequest(
         synthetic="qwen3-8b",
-        layers=4,
-        cells=("1x8k", "fullx30k"),
+        cells=("1x90k", "4x90k", "fullx30k"),
         prompts=("1x8k",),
         hits=("4x4k",),
-        jobs=("8x30k",),
-        splits=("8x8k",),
-        output=192,
-        job_output=128,
+        splits=("1x8k", "32x8k"),
         filled=True,
+        max_running=160,
     ),
     "full": ServeBenchRequest(
         synthetic="qwen3-8b",

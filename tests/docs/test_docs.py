@@ -39,7 +39,7 @@ RUNNABLE = re.compile(r"^<!-- run -->\n```python\n(.*?)^```$", re.MULTILINE | re
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(?:^|[;&|]) *kvcq +([a-z][a-z-]*)([^\n;&|]*)", re.MULTILINE)
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
 def named(path):
