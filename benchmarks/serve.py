@@ -30,6 +30,7 @@ from kvcq.cli.console import Console
 from kvcq.pipeline.bench_serve.result import BF16, ServeBenchResult
 from kvcq.pipeline.bench_serve.rows import Row
 
+# Each is meant for one machine at a time; the shapes have all their layers unless they say otherwise.
 RUNS = {
     "first": ServeBenchRequest(
         synthetic="qwen3-8b",
@@ -50,7 +51,7 @@ RUNS = {
     "prefill": ServeBenchRequest(
         synthetic="qwen3-8b", layers=12, prompts=("1x8k", "4x8k", "1x32k"), hits=("16x8k",), output=64
     ),
-    "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, max_running=32),
+    "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, job_output=256, max_running=32),
 }
 
 

@@ -118,6 +118,12 @@ def test_a_server_that_is_something_else_is_not_measured(run, way, arm, words):
     assert len(result.rows) == 1 and result.failed
 
 
+def test_attention_past_the_kernels_while_measuring_is_found_out(run):
+    result, _ = run("late_fallback", cells=("1x256",))
+    assert result.arms[1].name == "int2" and "attention without the kernels" in result.arms[1].problem
+    assert result.arms[1].capacity == 6400 and len(result.rows) == 2
+
+
 def test_requests_that_fail_are_rows_with_a_reason(run, monkeypatch):
     monkeypatch.setattr(measure._Meter, "warm", lambda self: None)
     result, _ = run("stream_error", cells=("1x256",), prompts=("1x256",))

@@ -19,6 +19,7 @@ from kvcq.pipeline.sglang.arguments import OVERRIDES, Given, flag, read_given
 from kvcq.pipeline.sglang.child import Child
 from kvcq.pipeline.sglang.client import Client
 from kvcq.pipeline.sglang.machine import Machine
+from kvcq.pipeline.sglang.proof import check_after
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.pipeline.sglang.running import Start, watch
 from kvcq.runtime.layout import kv_bytes_per_token
@@ -158,6 +159,8 @@ def _run_bundle(
     def ready(server: Ready) -> None:
         record = server.record
         measure(Running(arm, server.url, key, record["capacity_tokens"], request.max_running, cell(bundle), record))
+        with Client(HOST, int(server.url.rpartition(":")[2]), key) as client:
+            check_after(client)
         server.stop(0.0)
 
     asked = SglangRequest(

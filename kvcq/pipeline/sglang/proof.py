@@ -60,8 +60,7 @@ def prove(client: Client, bundle: Bundle, memory: Memory, *, canary: bool = True
         for record in records:
             check_record(record, bundle, memory)
         statistic, cached = _ask_canary(client, bundle) if canary else (None, 0)
-        for record in _records(client.info()):
-            _check_fallbacks(record)
+        check_after(client)
     except EvaluationError as error:
         raise MismatchError(error.what, where=error.where, fix=AGAIN) from error
     first = records[0]
@@ -73,6 +72,17 @@ def prove(client: Client, bundle: Bundle, memory: Memory, *, canary: bool = True
         kernels={int(layer): str(name) for layer, name in first["kernels"].items()},
         record=first,
     )
+
+
+def check_after(client: Client) -> None:
+    """Compare what a server says once it has answered with what it must: no attention went past the kernels.
+
+    Raises:
+        MismatchError: some did.
+        EvaluationError: no answer.
+    """
+    for record in _records(client.info()):
+        _check_fallbacks(record)
 
 
 def check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> None:
