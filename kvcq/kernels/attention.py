@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_platform
+from kvcq.kernels.checks import check_offset, check_platform
 from kvcq.kernels.cuda.decode import decode_partials_cuda
 from kvcq.kernels.decode import decode_partials
 from kvcq.kernels.limits import device_limits
@@ -32,7 +32,7 @@ from kvcq.kernels.select import Backend, Choice, choose, launch_shape
 from kvcq.spec.plan import Windows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decoder:
     """Workspace of the layers that share a geometry, windows and a batch.
 
@@ -40,11 +40,13 @@ class Decoder:
         choice: The kernel, its cut and the reason.
         work: The work list, see `plan`.
         partials: Partial results, overwritten by every layer.
+        planned: Requests of the step that the work list is of, 0: of none yet.
     """
 
     choice: Choice
     work: Plan
     partials: Partials
+    planned: int = 0
 
     @classmethod
     def reserve(
@@ -101,6 +103,7 @@ class Decoder:
             window: Sliding window of the layers that follow, None without one.
         """
         self.work.update(requests, self.work.windows, window)
+        self.planned = requests.batch
 
     def decode(
         self,
@@ -126,16 +129,21 @@ class Decoder:
             out: Written, ``[B, Hq, d_v]``, served dtype; zeros for a request of length 0.
             scaling: Factor on products.
             softcap: Logits become ``softcap tanh(logits / softcap)``.
-            offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap or learned sinks; None is zeros.
+            offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap or learned sinks; None for keys that are not
+                centred, or without these.
             sinks: Learned sink logits float32 ``[Hq]``.
             rotate: False leaves outputs in the frame of values: the caller folded the rotation.
 
         Raises:
             UnsupportedError: a codec, geometry or platform without a kernel.
-            ValueError: tensors that do not fit, with the numbers.
+            ValueError: tensors that do not fit, with the numbers, an `offset` that is missing, or another number of
+                requests than was planned.
         """
         if cache.windows != self.work.windows:
             raise ValueError(f"a cache with windows {cache.windows}: reserved for {self.work.windows}")
+        if requests.batch != self.planned:
+            raise ValueError(f"a step of {requests.batch} requests: the work list is of {self.planned}")
+        check_offset(tables.k.offset, offset, softcap, sinks)
         run: Callable[..., None] = decode_partials
         if self.choice.backend == "cuda":
             shape = launch_shape(tables.k.d, q.shape[1] // tables.heads, softcap is not None)

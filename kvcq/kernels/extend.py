@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_platform, check_positive
+from kvcq.kernels.checks import check_offset, check_platform, check_positive
 from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
 from kvcq.kernels.select import MAX_GROUP, SHARED_BYTES
 
@@ -53,7 +54,7 @@ HALVE_SIGNATURE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads."""
+    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads of exact rows."""
 
     rows: int
     keys: int
@@ -153,7 +154,8 @@ def extend(
             ``first - R`` (R rows of a ring) or `exact_from` where it lies before them: no exact row is left there.
         scaling: Factor on products.
         softcap: Logits become ``softcap tanh(logits / softcap)``.
-        offset: ``q . mu`` float32 ``[T, Hq]``, or None for zeros; read with a softcap or learned sinks only.
+        offset: ``q . mu`` float32 ``[T, Hq]``, read with a softcap or learned sinks only; None for keys that are not
+            centred, or without these.
         sinks: Learned sink logits float32 ``[Hq]``.
         window: A query at i sees only ``j > i - window``.
         out: ``[T, Hq, d_v]``, served dtype; rows of padding tokens are left alone.
@@ -162,11 +164,12 @@ def extend(
 
     Raises:
         UnsupportedError: head dims, groups, codes or devices that the kernel does not have.
-        ValueError: tensors that do not fit together.
+        ValueError: tensors that do not fit together, or an `offset` that is missing.
     """
     group = _check(tables, cache, requests, q, rows, starts, oldest, offset, sinks, window, out)
     check_positive("scaling", scaling)
     check_positive("softcap", softcap)
+    check_offset(tables.k.offset, offset, softcap, sinks)
     if q.shape[0] == 0 or requests.batch == 0:
         return
     k, v = tables.k, tables.v
@@ -177,6 +180,8 @@ def extend(
         launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)
     if launch.rows < group:
         raise ValueError(f"{launch.rows} rows of a program do not hold a group of {group} heads")
+    if launch.keys > PAGE_TOKENS:
+        raise ValueError(f"a tile of {launch.keys} keys is more than a page of {PAGE_TOKENS} tokens")
     tokens = launch.rows // group
     blocks = triton.cdiv(q.shape[0], tokens) + requests.batch
     absent = requests.lengths

@@ -213,9 +213,15 @@ def cuda_parts(slots: int, batch: int, windows: Windows) -> int:
 
 
 def describe(limits: Limits, without: str | None) -> Sequence[tuple[str, str]]:
-    """Return one row a codec for ``kvcq env``: what decodes it on this device, and why."""
+    """Return two rows a codec for ``kvcq env``: what decodes and writes it on this device, and why.
+
+    The layer has 128 channels and one scale a row; CUDA writes that where it compiles, see `write.chosen_sides`.
+    """
     rows = []
-    for name, vq in (("INT2 decode", False), ("VQ decode", True)):
+    for name, vq in (("INT2", False), ("VQ", True)):
         choice = choose_layer(limits, Layer(128, 128, 8, 4, vq), without)
-        rows.append((name, choice.reason if choice.backend == "torch" else f"{choice.backend} ({choice.reason})"))
+        write = f"triton ({without})" if without else "cuda (128 channels, one scale: measured faster than Triton)"
+        served = choice.backend != "torch"
+        rows.append((f"{name} decode", f"{choice.backend} ({choice.reason})" if served else choice.reason))
+        rows.append((f"{name} write", write if served else choice.reason))
     return rows

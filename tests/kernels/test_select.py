@@ -128,13 +128,11 @@ def test_from_the_constants_of_a_layer() -> None:
 
 
 def test_rows_of_env() -> None:
-    assert describe(Limits(None), None) == [
-        ("INT2 decode", "CPU: torch reference"),
-        ("VQ decode", "CPU: torch reference"),
-    ]
-    rows = dict(describe(H200, None))
-    assert rows["INT2 decode"].startswith("cuda (")
-    assert dict(describe(H200, "cuda.core is not installed"))["VQ decode"] == "triton (cuda.core is not installed)"
+    names = ["INT2 decode", "INT2 write", "VQ decode", "VQ write"]
+    assert describe(Limits(None), None) == [(name, "CPU: torch reference") for name in names]
+    assert all(row.startswith("cuda (") for _, row in describe(H200, None))
+    without = "triton (cuda.core is not installed)"
+    assert describe(H200, "cuda.core is not installed") == [(name, without) for name in names]
 
 
 def test_choosing_imports_neither_triton_nor_cuda() -> None:
