@@ -69,7 +69,6 @@ def test_a_gguf_file_becomes_the_same_model_in_bfloat16(weights, tmp_path, capfd
     assert loaded.model.config.architectures == ["LlamaForCausalLM"]
     assert any("converting" in line for line in said)
     # Servers pick their own code by this name.
-    assert loaded.model.config.architectures == ["LlamaForCausalLM"]
     rounded = tiny_model()
     for parameter in rounded.parameters():
         parameter.copy_(parameter.bfloat16().float())
