@@ -9,39 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcq.errors import MismatchError, UnsupportedError
+from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import SideTables, Tables
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.hf.kernels import choose_kernels
+from kvcq.runtime.sglang.ranks import head_range
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan
-
-
-def head_range(kv_heads: int, tp: int, rank: int) -> range:
-    """Return the KV heads that a rank holds: its share of them, or one of them that several ranks repeat.
-
-    Args:
-        kv_heads: KV heads of the layer.
-        tp: Ranks that share attention.
-        rank: This one.
-
-    Raises:
-        MismatchError: neither number divides the other; names the numbers that work.
-    """
-    if not 0 <= rank < tp:
-        raise MismatchError(f"rank {rank} of {tp}", where="--tp-size")
-    if kv_heads % tp == 0:
-        share = kv_heads // tp
-        return range(rank * share, (rank + 1) * share)
-    if tp % kv_heads == 0:
-        head = rank * kv_heads // tp
-        return range(head, head + 1)
-    legal = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    raise MismatchError(
-        f"{kv_heads} KV heads cannot be shared by {tp} ranks",
-        where="--tp-size",
-        fix=f"use {', '.join(legal)}, or a multiple of {kv_heads}",
-    )
 
 
 def shard(tables: Tables, heads: range) -> Tables:

@@ -13,7 +13,8 @@ from kvcq.kernels.arrays import Tables
 from kvcq.models.geometry import plan_geometry
 from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.sglang.attend import Attention, Rule, size_for
-from kvcq.runtime.sglang.layers import head_range, shard
+from kvcq.runtime.sglang.layers import shard
+from kvcq.runtime.sglang.ranks import head_range
 from kvcq.runtime.sglang.session import Board, extend_step
 from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
