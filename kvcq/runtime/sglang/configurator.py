@@ -85,7 +85,7 @@ class PoolPlan:
                 f"{available / 2**30:.2f} GiB are left for the cache, {self.requests} running requests take "
                 f"{self.bias / 2**30:.2f} GiB of exact rows",
                 where=_MAX_RUNNING,
-                fix=f"lower {_MAX_RUNNING} or raise --mem-fraction-static",
+                fix=f"lower {_MAX_RUNNING}, which kvcq serve calls --max-running, or raise --mem-fraction-static",
             )
         return tokens
 

@@ -81,5 +81,10 @@ def layer_tables(
         )
     shares = {number: head_range(layer.kv_heads, tp, rank) for number, layer in kinds.items()}
     wanted = [entry for entry in plan if only is None or entry.layer in only]
-    chosen = choose_kernels(served_codecs(wanted, geometry, tensors, device), kinds, device, dtype, wanted=True)
+    codecs = served_codecs(wanted, geometry, tensors, device)
+    try:
+        chosen = choose_kernels(codecs, kinds, device, dtype, wanted=True)
+    except UnsupportedError as error:
+        # Nobody chose kernels here: a server has nothing else.
+        raise UnsupportedError(error.what, where=error.where, fix="serve this bundle with --engine hf") from None
     return {number: shard(layer.tables, shares[number]) for number, layer in chosen.items() if layer.tables is not None}

@@ -89,5 +89,5 @@ def test_layers_without_pages_are_refused_by_number():
         layer_tables(plan[:1], geometry, tensors_of(geometry, INT2, INT2), **options)
     odd = geometry_of(d_k=40, d_v=40)
     plan = [LayerPlan(layer=number, k=INT2, v=INT2) for number in range(2)]
-    with pytest.raises(UnsupportedError, match=r"head dim 40.*layer 0"):
+    with pytest.raises(UnsupportedError, match=r"head dim 40.*layer 0.*: serve this bundle with --engine hf"):
         layer_tables(plan, odd, tensors_of(odd, INT2, INT2), **options)
