@@ -205,7 +205,7 @@ class Trace:
         self._running.clear()
         self._pages.clear()
         why = visible(f"{error.strerror or error} ({self._name})")
-        print(f"kvcq traces no more, and serves on: {why}", file=sys.stderr, flush=True)
+        print(f"kvcq: the trace ends, the server goes on: {why}", file=sys.stderr, flush=True)
         # Closing writes what is left once more.
         with suppress(OSError):
             self._out.close()

@@ -126,7 +126,7 @@ def test_a_trace_that_cannot_be_written_ends_in_one_line_and_nothing_else_does(c
     # Neither those that run nor new ones.
     trace.extend(["d"], [0], [9], [[1]])
     assert trace.finish("c", 9, [1]) is None and trace.finish("d", 9, [1]) is None
-    assert capsys.readouterr().err == "kvcq traces no more, and serves on: No space left on device (t.jsonl)\n"
+    assert capsys.readouterr().err == "kvcq: the trace ends, the server goes on: No space left on device (t.jsonl)\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
