@@ -178,6 +178,13 @@ def test_heads_without_a_kernel_are_refused(tiny, change, words):
         check_kernels(geometry.model_copy(update={"layers": (*geometry.layers[:-1], last)}))
 
 
+def test_a_layer_that_kernels_do_not_read_is_refused_before_weights_load(refused, monkeypatch):
+    monkeypatch.setattr("kvcq.runtime.hf.kernels._same_words", lambda *_: False)
+    line = refused(UnsupportedError)
+    assert line.startswith("no kernels: a codebook is not in steps")
+    assert line.endswith("(layer 0): serve this bundle with --engine hf")
+
+
 def test_float16_is_refused(refused):
     assert "bfloat16" in refused(InputError, dtype="float16")
 

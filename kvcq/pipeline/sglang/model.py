@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvcq.artifacts.bundle import Bundle
 from kvcq.models.outline import Outline, load_outline
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.sglang.arguments import Given
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.compat import Sealed, check_model
+from kvcq.runtime.sglang.layers import layer_tables
 
 
 def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter: Reporter) -> Outline:
     """Read configuration, tokenizer and heads of the weight files, and compare them with the bundle.
 
+    Constants of all layers are built too, as a server builds them once its weights are loaded.
+
     Raises:
         InputError: no such model.
-        UnsupportedError: a model that kvcq refuses.
+        UnsupportedError: a model that kvcq refuses, or a layer without kernels.
         MismatchError: another model.
         UnavailableError: offline, gated.
     """
@@ -28,6 +33,8 @@ def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter:
         notify=reporter.note,
     )
     _check(request, bundle, outline, reporter)
+    manifest, cpu = bundle.manifest, torch.device("cpu")
+    layer_tables(manifest.plan, manifest.geometry, bundle.tensors, tp=1, rank=0, dtype=torch.bfloat16, device=cpu)
     return outline
 
 
