@@ -29,7 +29,7 @@ from kvcq.pipeline.sglang import early
 from kvcq.pipeline.sglang import machine as machines
 from kvcq.pipeline.sglang.early import check_kernels
 from kvcq.pipeline.sglang.machine import Gpu, Machine, check_gpus, cuda_devices, this_machine
-from kvcq.pipeline.sglang.stated import check_stated
+from kvcq.pipeline.sglang.stated import check_stated, stated_facts
 from tests.chain import python
 from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, Told, request_of
 from tests.tiny import save_tiny
@@ -109,11 +109,19 @@ def test_what_a_configuration_does_not_state_waits_for_its_library(tiny, tmp_pat
     stated(tiny, tmp_path, {"num_hidden_layers": None, "num_attention_heads": None, "text_config": inner})
     with pytest.raises(MismatchError, match="num_hidden_layers is 7"):
         stated(tiny, tmp_path, {"text_config": {"num_hidden_layers": 7}})
+    # A type of models may switch a window off, or have heads of another size, by itself.
+    config = json.loads((tiny.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 64, "global_head_dim": 64}))
+    assert stated_facts(resolve_source(str(tmp_path)), {}).traits == frozenset()
     bundle = open_bundle(tiny.folder / "nova.kvcq")
     for text in ("", "[]", "{"):
         (tmp_path / "config.json").write_text(text)
         check_stated(resolve_source(str(tmp_path)), {}, bundle)
+        assert stated_facts(resolve_source(str(tmp_path)), {}) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "layer_types": 3, "hidden_size": "x"}')
+    assert stated_facts(resolve_source(str(tmp_path)), {}) is None
     check_stated(resolve_source("some/model"), {}, bundle)
+    assert stated_facts(resolve_source("some/model"), {}) is None
 
 
 def test_other_weights_are_refused_if_strict(refused, tmp_path):
@@ -336,6 +344,9 @@ print([name for name in ("torch", "transformers", "huggingface_hub", "triton", "
         ({"arguments": ["--json-model-override-args", '{"num_hidden_layers": 2}']}, "another model"),
         ({"arguments": ["--mem-fraction-static", "2"]}, "no share"),
         ({"dtype": "float16"}, "bfloat16"),
+        ({"dtype": "auto"}, "this checkpoint runs in float16"),
+        ({"arguments": ["--json-model-override-args", '{"architectures": null}']}, "names no architecture"),
+        ({"arguments": ["--json-model-override-args", '{"kv_lora_rank": 8}']}, "latents"),
         ({"max_running": 5000}, "--max-running-requests 5000"),
         ({"max_context": 100}, "the canary alone has"),
         ({"max_context": 100_000}, "the model's context is 512 tokens"),
@@ -344,7 +355,8 @@ print([name for name in ("torch", "transformers", "huggingface_hub", "triton", "
     ],
 )
 def test_what_needs_no_library_is_refused_before_one_is_loaded(tiny, change, words):
-    plain = {"bundle": str(tiny.folder / "nova.kvcq"), "model": str(tiny.model), "arguments": [], "memory": 140 << 30}
+    plain = {"bundle": str(tiny.folder / "nova.kvcq"), "model": str(tiny.model), "dtype": "bfloat16"}
+    plain |= {"arguments": [], "memory": 140 << 30}
     told, loaded = python("-c", REFUSE, json.dumps(plain | change)).stdout.decode().splitlines()
     assert words in told
     assert loaded == "[]"

@@ -10,9 +10,9 @@ from kvcq.pipeline.sglang.arguments import Given, build_command
 from kvcq.pipeline.sglang.machine import Gpu
 from kvcq.pipeline.sglang.memory import plan_memory
 from kvcq.pipeline.sglang.request import SglangRequest
-from kvcq.pipeline.sglang.stated import check_stated, weight_bytes
+from kvcq.pipeline.sglang.stated import check_stated, stated_facts, weight_bytes
 from kvcq.runtime.sglang.flags import parse
-from kvcq.runtime.sglang.refusals import refusals, refuse
+from kvcq.runtime.sglang.refusals import of_model, refusals, refuse
 from kvcq.runtime.sglang.versions import INSTEAD
 from kvcq.spec.geometry import ModelGeometry
 
@@ -31,17 +31,21 @@ def check_early(request: SglangRequest, given: Given, bundle: Bundle, gpu: Gpu) 
 
     Raises:
         InputError: no such model, a context that it does not have, or a share of the memory that is none.
-        UnsupportedError: a flag, heads or layers that are not served, or a context shorter than the canary.
+        UnsupportedError: a flag, heads, layers or a kind of model that are not served, or a context shorter than the
+            canary.
         MismatchError: a folder that states another model, or ranks that cannot share the heads.
         ResourceError: nothing fits beside exact rows and weights.
     """
     manifest = bundle.manifest
     command = build_command(request, given, request.model, request.port, {})
-    refuse(refusals(parse(command[3:]), None, geometry=manifest.geometry, plan=manifest.plan))
+    flags = parse(command[3:])
+    refuse(refusals(flags, None, geometry=manifest.geometry, plan=manifest.plan))
     check_kernels(manifest.geometry)
     check_context(request, bundle)
     source = resolve_source(request.model, request.revision)
     check_stated(source, given.overrides, bundle)
+    if (facts := stated_facts(source, given.overrides)) is not None:
+        refuse(of_model(flags, facts))
     plan_memory(bundle, given, request.max_running, gpu, weight_bytes(source))
 
 

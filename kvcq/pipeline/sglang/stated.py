@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import MismatchError, shown
 from kvcq.models.source import ModelSource
-from kvcq.runtime.sglang.facts import TEXT_CONFIGS
+from kvcq.runtime.sglang.facts import TEXT_CONFIGS, ModelFacts, model_facts
 from kvcq.runtime.sglang.refusals import of_theta
 from kvcq.spec.geometry import ModelGeometry
 
@@ -30,6 +31,8 @@ LAYER = {
     "kv_heads": ("num_key_value_heads", "num_global_key_value_heads"),
     "d_k": ("head_dim", "global_head_dim"),
 }
+# Traits that may come and go with what a type of models adds by itself.
+UNSURE = {"sliding", "heads"}
 # Names that are the same in every release of the library.
 ROPES = ("default", "linear", "yarn", "llama3")
 
@@ -60,6 +63,22 @@ def check_stated(source: ModelSource, overrides: Mapping[str, Any], bundle: Bund
             where=f"{source.label} config.json",
             fix=f"load {manifest.provenance.source}, or collect and fit for {source.label}",
         )
+
+
+def stated_facts(source: ModelSource, overrides: Mapping[str, Any]) -> ModelFacts | None:
+    """Return what a folder's configuration shows beyond doubt; None for other sources, or one that states too little.
+
+    Of the facts, numbers of heads and channels may still be another type's defaults.
+    """
+    config = _read(source)
+    if not config:
+        return None
+    try:
+        facts = model_facts({**config, **overrides})
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+        # The library that reads it for good says what is wrong with it.
+        return None
+    return replace(facts, traits=facts.traits - UNSURE)
 
 
 def _read(source: ModelSource) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def refusals(
     """
     found = [*_flags(args), *_requests(args)]
     if model is not None:
-        found += [*_dtype(args, model), *_model(model), *_ranks(args, model)]
+        found += [*of_model(args, model), *_ranks(args, model)]
     elif geometry is not None and geometry.quantizable():
         found += _ranks(args, geometry.quantizable()[0])
     found += _uncoded(plan)
@@ -76,6 +76,11 @@ def refusals(
     if environment is not None:
         found += _environment(environment)
     return tuple(found)
+
+
+def of_model(args: Any, model: ModelFacts) -> tuple[Refusal, ...]:
+    """Return what is not served whatever the bundle and the other flags: the model's dtype, class and traits."""
+    return *_dtype(args, model), *_model(model)
 
 
 def refuse(found: Sequence[Refusal]) -> None:
