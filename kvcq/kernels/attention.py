@@ -100,7 +100,7 @@ class Decoder:
         """Fill the work list of a step; see `Plan.update`.
 
         Args:
-            requests: The batch; its lengths include the tokens of this step.
+            requests: The batch; its lengths include the tokens of this step, and its page table is that of the layers.
             window: Sliding window of the layers that follow, None without one.
         """
         self.work.update(requests, self.work.windows, window)

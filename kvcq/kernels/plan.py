@@ -122,7 +122,7 @@ class Plan:
         """Fill the plan from the lengths of this step: one launch, no host sync.
 
         Args:
-            requests: The batch.
+            requests: The batch, with the page table that decode will have: items keep their first pages.
             windows: S and W, together at most those reserved.
             window: L, None without a sliding window.
 
