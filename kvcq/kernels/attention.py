@@ -68,7 +68,7 @@ class Decoder:
             windows: S and W.
             q_heads: Query heads Hq.
             max_batch: Most requests of a step.
-            max_context: Longest request, in tokens; the workspace is the same for all that positions can count.
+            max_context: Longest request, in tokens: the cut is for such lengths, all that positions can count work.
             device: Where the cache is.
             backend: Take this one; None: the best.
             share: Partial results of a decoder of as many heads and channels whose steps are never at the same time;
@@ -87,7 +87,8 @@ class Decoder:
             raise UnsupportedError(f"{q_heads} query heads on {tables.heads} KV heads: groups are whole heads")
         limits = device_limits(device)
         dtype = str(tables.k.map.dtype).removeprefix("torch.")
-        settings: dict[str, Any] = {"batch": max_batch, "windows": windows, "dtype": dtype, "limits": limits}
+        settings: dict[str, Any] = {"batch": max_batch, "context": max_context, "windows": windows}
+        settings |= {"dtype": dtype, "limits": limits}
         choice = choose(limits.capability, tables, group, **settings)
         if backend not in (None, choice.backend):
             if backend != "triton":
@@ -103,7 +104,7 @@ class Decoder:
         """Fill the work list of a step; see `Plan.update`.
 
         Args:
-            requests: The batch; its lengths include the tokens of this step.
+            requests: The batch; its lengths include the tokens of this step, and its page table is that of the layers.
             window: Sliding window of the layers that follow, None without one.
         """
         self.work.update(requests, self.work.windows, window)

@@ -81,16 +81,13 @@ LAUNCHES = (
 def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = SHARED_BYTES) -> Launch:
     """Return the largest launch of the table that fills the GPU and fits into its shared memory.
 
-    One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program::
+    One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program, INT2 and vector codes (upper bounds but for
+    7.10: the GPU was shared)::
 
-        chunk on history     256     128      64
-        4096 on 28672       6.44    7.82    9.30      (BF16 flash attention: 5.91)
-           0 on  4096          -    0.64    0.59      (0.51)
-         512 on 28672          -    1.11    1.24*
-          64 on 28672          -    1.16    0.94*
-
-    * with at most 168 registers a thread; the launches here have no limit. With 128 registers, so that two programs
-    of 128 rows share a multiprocessor: 6.93, 0.56, 1.76 and 1.36.
+        chunk on history            256            128             64     BF16 flash attention
+        4096 on 28672       5.57   7.10    7.92   8.83    6.60   14.3     6.01
+         512 on 28672       1.31   1.67    0.76   1.04    0.80   1.06     0.84
+          64 on 28672       1.42   1.74    0.75   1.06    0.59   0.79
 
     Args:
         d_k: Key head dim.

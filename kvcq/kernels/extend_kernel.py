@@ -201,7 +201,7 @@ def _others(
     KG: tl.constexpr, VG: tl.constexpr, WORDS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Load the affine words of keys and values, and words of four codes of values ``[bytes, tokens / 4]``."""
-    top = tl.where(more, hi, lo)
+    top = tl.where(more, hi, 0)
     words = quads + (block // 4 + 16 * (CK + CV) + first % PAGE * (2 * WORDS))
     a0, a1, a2, a3 = _words(words + token * (2 * WORDS), _live(first + token, lo, top, MASK), KG)
     b0, b1, b2, b3 = _words(words + 1 + token4 * (2 * WORDS), _live(first + token4, lo, top, MASK), VG)

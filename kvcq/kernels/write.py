@@ -28,7 +28,7 @@ from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, SideTables, Tables
 from kvcq.kernels.checks import check_platform, check_tensor
 from kvcq.kernels.cuda.compile import HEAD_DIMS, missing
-from kvcq.kernels.cuda.write import Tokens, device_unserved, keys_unserved, uniform_unserved, write_keys, write_uniform
+from kvcq.kernels.cuda.write import Tokens, device_unserved, keys_unserved, uniform_unserved, write_rows
 from kvcq.kernels.limits import device_limits
 from kvcq.kernels.select import SHARED_BYTES, Limits
 from kvcq.kernels.write_uniform import FULL, half_bits, uniform_codes
@@ -323,8 +323,8 @@ def write(
 ) -> None:
     """Code tokens into their pages, and keep their exact rows on demand.
 
-    One launch; in CUDA two for keys in vector codes, see `cuda.write`. What one side has no CUDA kernel for is written
-    by Triton beside it.
+    One launch; in CUDA two for keys in vector codes whose head dim is not that of the values. What one side has no CUDA
+    kernel for is written by Triton beside it.
 
     Args:
         tables: Constants of the layer.
@@ -360,10 +360,8 @@ def write(
             raise UnsupportedError("no CUDA kernel writes this layer", fix="use the Triton kernel")
     if keys or values:
         given = Tokens(slots, positions, requests, batch, rows, windows, clamped)
-        if tables.vq:
-            write_keys(tables, cache, k, given, limits)
+        write_rows(tables, cache, k, v, given, limits, values=values)
         if values:
-            write_uniform(tables, cache, k, v, given, limits, keys=not tables.vq)
             return
     here = not keys
     launch = choose_launch(tables.k.d, tables.v.d, tables.vq and here, limits.shared_bytes)
@@ -400,8 +398,8 @@ def _without_cuda() -> str | None:
 def chosen_sides(tables: Tables, dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:
     """Return whether CUDA writes the keys and the values of a layer where nobody says who: where it can; else Triton.
 
-    It is exact as Triton is, and 1.6 to 2 times as fast over a long chunk on an H200: 66 and 97 us for 8192 tokens in
-    2-bit codes, 112 and 200 us in vector codes (8 heads of 128 channels).
+    It is exact as Triton is, and twice as fast over a long chunk on an H200: 51 and 97 us for 8192 tokens in
+    2-bit codes, 100 and 200 us in vector codes (8 heads of 128 channels).
 
     Args:
         tables: Constants of the layer.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,10 @@ from kvcq.kernels import attention
 from kvcq.kernels.extend import extend
 from kvcq.kernels.merge import merge
 from kvcq.kernels.write import write
-from kvcq.pipeline.bench import check_decode, check_write, measure, run
+from kvcq.pipeline.bench import check_decode, check_write, checks, measure, run
 from kvcq.pipeline.bench.check_cases import CASES, DECODES, EXTENDS, WRITES, Case, DecodeCase, ExtendCase, WriteCase
 from kvcq.pipeline.bench.check_write import appended
-from kvcq.pipeline.bench.checks import check_cases
+from kvcq.pipeline.bench.checks import check_cases, share_out, workers_here
 from kvcq.pipeline.bench.layers import CODECS
 from kvcq.pipeline.bench.ragged import Place, ragged_step
 from kvcq.pipeline.bench.result import BenchResult, Check
@@ -115,9 +116,6 @@ def test_decode_that_is_wrong_is_seen(
 ) -> None:
     monkeypatch.setattr(attention, "merge", spoiled(merge, spoil))
     found = of(DECODE, place)
-    # Replays of a graph do what was captured, counters of the host do not count in them.
-    if torch.cuda.is_available() and "replayed" in said:
-        pytest.skip("needs launches by the host")
     assert not found.ok and found.problem is not None and said in found.problem, found.line()
 
 
@@ -166,6 +164,43 @@ def test_what_fails_is_not_ok_and_hides_nothing(place: Place, monkeypatch: pytes
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_processes_check_what_one_does_in_its_order(place: Place) -> None:
+    cases = [replace(EXTEND, chunks=((3, 2),)), replace(DECODE, lengths=(9,)), replace(DECODE, codec="int1")]
+    found, alone = (list(share_out(cases, place, workers)) for workers in (2, 1))
+    assert [check.case for check in found] == [case.label for case in cases]
+    assert [replace(check, seconds=0) for check in found] == [replace(check, seconds=0) for check in alone]
+
+
+def test_what_a_process_that_died_leaves_is_done_here(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Check("first", "triton", 0.0, 1.0)
+
+    class Pool:
+        def __init__(self, workers: int, *how: Any) -> None:
+            assert workers == 2
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def map(self, function: object, cases: list[Case]) -> Iterator[list[Check]]:
+            yield [first]
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(checks, "ProcessPoolExecutor", Pool)
+    cases = [replace(DECODE, codec="int1"), replace(DECODE, lengths=(9,))]
+    found = list(share_out(cases, place, 8))
+    assert found[0] is first and [check.case for check in found[1:]] == [cases[1].label]
+
+
+def test_processes_are_as_many_as_memory_and_processors_let(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free_bytes, processors, wanted in ((1 << 37, 16, 8), (1 << 37, 4, 3), (40 << 30, 16, 2), (1 << 30, 1, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free_bytes=free_bytes: (free_bytes, 1 << 37))
+        monkeypatch.setattr("os.cpu_count", lambda processors=processors: processors)
+        assert workers_here() == wanted
+
+
 def test_rows_count_the_same_whatever_their_size() -> None:
     wanted = torch.tensor([[1.0, 0.0], [1e6, 1e6], [0.0, 0.0]], dtype=torch.float64)
     found = wanted.clone()
@@ -206,7 +241,8 @@ def test_cases_hold_what_they_should() -> None:
     assert any(case.softcap for case in DECODES) and any(case.learned for case in DECODES)
     assert any(case.window for case in DECODES) and max(DECODES[0].lengths) == 100000
     assert {case.codec for case in WRITES} == {case.codec for case in EXTENDS} == {"int2", "vq"}
-    assert len({case.label for case in CASES}) == len(CASES)
+    assert len({(case.label, str(getattr(case, "backends", ""))) for case in CASES}) == len(CASES)
+    assert len(CASES) == len(DECODES) + len(WRITES) + len(EXTENDS)
 
 
 def test_checks_are_in_the_tables_the_record_and_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,17 +263,18 @@ def test_checks_are_in_the_tables_the_record_and_the_exit(monkeypatch: pytest.Mo
 
 def test_checks_come_first_and_alone_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        measure, "check_cases", lambda cases, place: [Check(case.label, "cuda", 0.0, 1) for case in cases]
+        measure, "share_out", lambda cases, place, workers: [Check(case.label, "cuda", 0.0, 1) for case in cases]
     )
+    monkeypatch.setattr(measure, "workers_here", lambda: 3)
     monkeypatch.setattr(measure, "describe_device", lambda: {"device": "none"})
     result = measure.measure(BenchRequest(ops=("check",)), [], SILENT)
     assert len(result.checks) == len(CASES) and not result.rows and result.ceiling is None and not result.problems
     lines = bench(BenchRequest(ops=("check",), dry_run=True)).plan
-    assert len(lines) == len(CASES)
-    assert lines[0] == "check decode int2, d 64, group 8, lengths 0 to 100000"
+    assert len(lines) == len({case.label for case in CASES})
+    assert "check decode int2, d 64, group 8, lengths 0 to 100000" in lines
 
 
 @pytest.mark.gpu
 def test_every_case_is_right_on_a_gpu() -> None:
-    wrong = [check.line() for check in check_cases(CASES, Place()) if not check.ok]
-    assert not wrong
+    found = list(share_out(CASES, Place(), workers_here()))
+    assert not [check.line() for check in found if not check.ok] and len(found) >= len(CASES) - len(WRITES)

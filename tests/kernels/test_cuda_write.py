@@ -49,7 +49,7 @@ def test_the_sources_need_no_other_file_and_little_shared_memory(variant: RowsVa
 
 
 def test_the_source_knows_how_much_shared_memory_it_has() -> None:
-    text = source(("rows.cuh", "write_keys.cu"))
+    text = source(("rows.cuh", "uniform.cuh", "write_keys.cu"))
     assert "TILE_WORDS = 132;" in text and "STAGES = 3;" in text
     alone = choose_rows("write_keys", 128, 8192, 8, 132)[0]
     assert alone.shared_bytes == 4 * 16 * 132 * 4 + 3 * (256 + 64) * 16
@@ -121,7 +121,7 @@ def test_the_word_nearest_to_zero_scores_zero_and_others_less_at_zero() -> None:
 def test_long_prompts_have_warps_of_their_own() -> None:
     for entry in ENTRIES:
         assert choose_rows(entry, 128, 8192, 8, 132)[0].team == 1
-    for tokens, parts in ((1, 4), (128, 4), (512, 2), (2048, 1)):
+    for tokens, parts in ((1, 4), (128, 4), (512, 2), (1024, 1)):
         variant, found = choose_rows("write_keys", 128, tokens, 8, 132)
         assert (variant.team, found) == (8, parts)
         assert choose_rows("write_uniform", 128, tokens, 8, 132) == (
@@ -187,15 +187,14 @@ def test_where_nobody_says_who_writes_each_side_goes_to_whom_it_should(monkeypat
         "windows": True,
         "clamped": torch.zeros(1, dtype=torch.int64),
     }
-    monkeypatch.setattr(writing, "write_keys", lambda *_: launched.append("keys"))
-    monkeypatch.setattr(writing, "write_uniform", lambda *_, keys: launched.append("both" if keys else "values"))
+    monkeypatch.setattr(writing, "write_rows", lambda *_, values: launched.append("both" if values else "keys"))
     monkeypatch.setattr(writing, "chosen_sides", lambda *_: (True, True))
     writing.write(case.tables, case.cache, case.k[0], case.v[0], **options)
-    assert launched == ["keys", "values"]
+    assert launched == ["both"]
     with pytest.raises(UnsupportedError, match="no CUDA kernel writes this layer"):
         writing.write(case.tables, case.cache, case.k[0], case.v[0], **options, backend="cuda")
     writing.write(case.tables, case.cache, case.k[0], case.v[0], **options, backend="triton")
-    assert launched == ["keys", "values"]
+    assert launched == ["both"]
 
 
 def test_what_is_not_served_is_named() -> None:

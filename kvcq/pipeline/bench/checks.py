@@ -1,10 +1,19 @@
-"""Check the kernels over ragged batches, beyond what is timed: near float64, one by one as in bulk, in graphs."""
+"""Check the kernels over ragged batches, beyond what is timed: near float64, one by one as in bulk, in graphs.
+
+Nearly all of the time is that of compilers, so cases are shared out to processes; what these have compiled lies in the
+cache of Triton when the same kernels are timed.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
 
 import torch
 
@@ -22,6 +31,50 @@ from kvcq.pipeline.bench.write import LIMIT as WRITE_LIMIT
 
 # So that a figure can be looked into.
 SEED = 20
+# Processes at most, and memory that each has to find: float64 rows of the longest contexts.
+WORKERS = 8
+WORKER_BYTES = 14 << 30
+
+
+def share_out(cases: Sequence[Case], place: Place, workers: int) -> Iterator[Check]:
+    """Check cases in processes of their own, see `check_cases`; yield in order.
+
+    Where processes cannot begin, or one dies, this one does what is left.
+
+    Args:
+        cases: In order; those that take longest first end soonest.
+        place: Heads, windows, device.
+        workers: Processes; with one, cases are checked in this one.
+    """
+    done = 0
+    if workers > 1:
+        device = torch.cuda.current_device() if torch.device(place.device).type == "cuda" else None
+        try:
+            with ProcessPoolExecutor(min(workers, len(cases)), get_context("spawn"), _begin, (device,)) as pool:
+                for found in pool.map(partial(_checked, place=place), cases):
+                    yield from found
+                    done += 1
+        except BrokenProcessPool:
+            pass
+    yield from check_cases(cases[done:], place)
+
+
+def workers_here() -> int:
+    """Return how many processes the processors and the memory of the current CUDA device let work side by side."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return max(1, min(WORKERS, (os.cpu_count() or 1) - 1, free_bytes // WORKER_BYTES))
+
+
+def _begin(device: int | None) -> None:
+    torch.set_num_threads(1)
+    if device is not None:
+        torch.cuda.set_device(device)
+        # A device that takes one process only is found out before anything is checked.
+        torch.zeros(1, device="cuda")
+
+
+def _checked(case: Case, place: Place) -> list[Check]:
+    return list(check_cases([case], place))
 
 
 def check_cases(cases: Iterable[Case], place: Place) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import torch
 
 from kvcq.pipeline.bench.baselines import Baseline, baselines, best
 from kvcq.pipeline.bench.check_cases import CASES
-from kvcq.pipeline.bench.checks import check_cases
+from kvcq.pipeline.bench.checks import share_out, workers_here
 from kvcq.pipeline.bench.decode import choice_of, decode_rows
 from kvcq.pipeline.bench.extend import extend_rows
 from kvcq.pipeline.bench.peers import Peer, load_peers
@@ -35,8 +35,9 @@ def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: 
     begin = time.monotonic()
     result = BenchResult(device=describe_device())
     if "check" in request.ops:
-        reporter.stage(f"checks of ragged batches ({len(CASES)} cases)")
-        for check in check_cases(CASES, Place()):
+        workers = workers_here()
+        reporter.stage(f"checks of ragged batches ({len(CASES)} cases in {workers} processes)")
+        for check in share_out(CASES, Place(), workers):
             result.checks.append(check)
             (reporter.note if check.ok else reporter.warn)(check.line())
     if plan:

@@ -35,7 +35,7 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
     shapes = parse_shapes(request.shapes)
     plan = cases(request.ops, shapes)
     if request.dry_run:
-        checks = [f"check {case.label}" for case in CASES] if "check" in request.ops else []
+        checks = list(dict.fromkeys(f"check {case.label}" for case in CASES)) if "check" in request.ops else []
         return BenchResult(plan=[*checks, *(_line(op, shape) for op, shape in plan)])
     check_device()
     if request.out is not None:
