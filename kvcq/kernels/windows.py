@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kvcq.kernels.arrays import LayerCache, Requests
 from kvcq.kernels.checks import check_platform, check_tensor
-from kvcq.kernels.overlap import await_last, overlap_of
 
-# Few programs: of a long chunk most have nothing to copy.
-TOKENS = 64
+TOKENS = 16
 
 
 @triton.jit
@@ -37,10 +35,8 @@ def _copy(
 def windows_kernel(
     k, v, slots, positions, requests, buffers, lengths, sink_k, sink_v, ring_k, ring_v, tokens, heads, S, R,
     DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr, PV: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Copy what the windows hold of M tokens of one head."""
-    await_last(OVERLAP)
     head = tl.program_id(1)
     token = tl.program_id(0) * M + tl.arange(0, M)
     given = token < tokens
@@ -86,7 +82,7 @@ def store_windows(
     windows_kernel[(triton.cdiv(tokens, TOKENS), heads)](
         *rows, positions if slots is None else slots, positions, requests, batch.slots, batch.lengths,
         cache.sink_k, cache.sink_v, cache.ring_k, cache.ring_v, tokens, heads, cache.windows.sink, cache.ring,
-        SLOTS=slots is not None, **_constants(d_k, d_v), **overlap_of(rows[0].device), num_warps=4,
+        SLOTS=slots is not None, **_constants(d_k, d_v), num_warps=4,
     )  # fmt: skip
 
 
@@ -135,7 +131,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     signature |= dict.fromkeys(("tokens", "heads", "S", "R"), "i32")
     found = []
     for d_k, d_v in ((16, 16), (80, 80), (128, 128), (192, 128), (256, 256)):
-        constants = _constants(d_k, d_v) | {"SLOTS": True, "OVERLAP": True}
+        constants = _constants(d_k, d_v) | {"SLOTS": True}
         every = signature | dict.fromkeys(constants, "constexpr")
         found.append((f"windows-{d_k}-{d_v}", windows_kernel, every, constants, {"num_warps": 4}))
     return found
