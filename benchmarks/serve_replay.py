@@ -10,7 +10,8 @@
 tokens and log-probs. `compare` replays each list of boundaries twice in transformers, the server's own tokens fed: in
 float32 by torch alone, which is the reference, and in bfloat16 by the kernels. It prints how far the server and the
 bfloat16 replay are from the reference; a server that is right is no further than the replay. Without `--bundle` the
-server is one with a BF16 cache.
+server is one with a BF16 cache. Each prefill of a retracted request is replayed with the tokens that it led to, those
+before them in its prompt; what the trace cannot tell is counted as not replayed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def call(url, body=None):
     return answer
 
 
-def make_prompts(folder, data, count, longest, seed):
-    """Return lists of token ids, lengths spread evenly over their logarithms."""
+def read_ids(folder, data, wanted):
+    """Return the token ids of the first documents of `data`, little more than `wanted` if there are as many."""
     from transformers import AutoTokenizer
 
     from kvcq.data.documents import iter_documents
@@ -44,8 +45,14 @@ def make_prompts(folder, data, count, longest, seed):
     ids: list[int] = []
     for document in iter_documents([data]):
         ids += tokenizer(document.text or "").input_ids
-        if len(ids) > 3 * count * longest // 4:
+        if len(ids) > wanted:
             break
+    return ids
+
+
+def make_prompts(folder, data, count, longest, seed):
+    """Return lists of token ids, lengths spread evenly over their logarithms."""
+    ids = read_ids(folder, data, 3 * count * longest // 4)
     rng, prompts, at = random.Random(seed), [], 0
     for index in range(count):
         length = round(20 * (longest / 20) ** (index / (count - 1)))
@@ -59,6 +66,28 @@ def make_prompts(folder, data, count, longest, seed):
     return prompts
 
 
+def question(rid, prompt, new):
+    """Return a request for greedy tokens and the log-probs that `answer_of` keeps."""
+    sampling = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": prompt, "rid": rid, "sampling_params": sampling}
+    return body | {"return_logprob": True, "logprob_start_len": max(len(prompt) - LAST, 0), "top_logprobs_num": 2}
+
+
+def answer_of(body, meta):
+    """Return what `compare` needs of the answer to a `question`."""
+    given, chosen = meta["input_token_logprobs"], meta["output_token_logprobs"]
+    return {
+        "rid": body["rid"],
+        "prompt": body["input_ids"],
+        "start": body["logprob_start_len"],
+        "cached": meta["cached_tokens"],
+        "input": [entry[0] for entry in given[1:]],
+        "tokens": [entry[1] for entry in chosen],
+        "output": [entry[0] for entry in chosen],
+        "gaps": [top[0][0] - top[1][0] for top in meta["output_top_logprobs"]],
+    }
+
+
 def ask(options):
     """Send the prompts and write what comes back."""
     prompts = make_prompts(options.model, options.data, options.prompts, options.longest, options.seed)
@@ -66,23 +95,8 @@ def ask(options):
         call(f"{options.url}/flush_cache", {})
 
     def one(index):
-        prompt = prompts[index]
-        rid, start = f"{options.name}-{index}", max(len(prompt) - LAST, 0)
-        sampling = {"max_new_tokens": options.new, "temperature": 0.0, "ignore_eos": True}
-        body = {"input_ids": prompt, "rid": rid, "sampling_params": sampling}
-        body |= {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
-        meta = call(f"{options.url}/generate", body).json()["meta_info"]
-        given, chosen = meta["input_token_logprobs"], meta["output_token_logprobs"]
-        return {
-            "rid": rid,
-            "prompt": prompt,
-            "start": start,
-            "cached": meta["cached_tokens"],
-            "input": [entry[0] for entry in given[1:]],
-            "tokens": [entry[1] for entry in chosen],
-            "output": [entry[0] for entry in chosen],
-            "gaps": [top[0][0] - top[1][0] for top in meta["output_top_logprobs"]],
-        }
+        body = question(f"{options.name}-{index}", prompts[index], options.new)
+        return answer_of(body, call(f"{options.url}/generate", body).json()["meta_info"])
 
     with ThreadPoolExecutor(options.batch) as pool:
         answers = list(pool.map(one, range(len(prompts))))
@@ -159,40 +173,69 @@ def usable(record):
     return all(start >= cached for start, _ in record.adopted)
 
 
+def read_records(path):
+    """Return the lines of a trace by request, in their order; none of what is not traced."""
+    from kvcq.runtime.sglang.trace import read_trace
+
+    records = {}
+    for record in () if path is None else read_trace(path):
+        records.setdefault(record.rid, []).append(record)
+    return records
+
+
+def passes(answer, records):
+    """Return (record, first, stop): which of the answer's tokens each prefill led to.
+
+    A retracted request is prefilled again with the tokens that it had: the next one comes of its last row, and every
+    token comes of the last prefill before it.
+    """
+    starts = [record.prompt - len(answer["prompt"]) for record in records]
+    begin = max((index for index, start in enumerate(starts) if start == 0), default=len(starts))
+    stops = [*starts[begin + 1 :], len(answer["tokens"])][: len(starts) - begin]
+    found = [part for part in zip(records[begin:], starts[begin:], stops, strict=True) if part[1] < part[2]]
+    return found or [(None, 0, len(answer["tokens"]))]
+
+
 def compare(options):
     """Replay and print."""
     import torch
 
-    from kvcq.runtime.sglang.trace import read_trace
-
-    records = {} if options.trace is None else {record.rid: record for record in read_trace(options.trace)}
+    records = read_records(options.trace)
     runs = {run["name"]: run["answers"] for run in (json.loads(path.read_text()) for path in options.answers)}
     index, of = options.shard
     exact, served = Replay(options, True), Replay(options, False)
     first, known, warm = {}, {}, []
     for name, answers in runs.items():
-        tallies, skipped = {"server": Tally(), "transformers, bfloat16": Tally()}, 0
+        tallies, skipped, again = {"server": Tally(), "transformers, bfloat16": Tally()}, 0, 0
         for number, answer in list(enumerate(answers))[index::of]:
-            record = records.get(answer["rid"])
-            if options.trace is not None and not usable(record):
-                skipped += 1
-                continue
-            boundaries, tokens = () if record is None else record.boundaries, answer["tokens"]
-            key = (number, boundaries, tuple(tokens))
-            if key not in known:
-                arguments = (answer["prompt"], answer["start"], boundaries, tokens)
-                known[key] = exact.logits(*arguments), served.logits(*arguments)
-            reference, other = known[key]
-            targets = torch.tensor(answer["prompt"][answer["start"] + 1 :] + tokens, device=reference.device)
-            values, own = torch.tensor(answer["input"] + answer["output"]), other.gather(1, targets[:, None])[:, 0]
-            tallies["server"].add(reference, values, targets, targets[-len(tokens) :])
-            tallies["transformers, bfloat16"].add(reference, own, targets, other[-len(tokens) :].argmax(-1))
-            cold = first.setdefault(number, (boundaries, reference))
-            if cold[0] != boundaries:
-                a, b = (x[: -len(tokens)] for x in (cold[1], reference))
-                warm.append(float((a.exp() * (a - b)).sum(-1).mean()))
+            found = passes(answer, records.get(answer["rid"], []))
+            again += len(found) - 1
+            for record, begin, stop in found:
+                if options.trace is not None and not usable(record):
+                    skipped += 1
+                    continue
+                boundaries, tokens = () if record is None else record.boundaries, answer["tokens"][begin:stop]
+                prompt, output = answer["prompt"] + answer["tokens"][:begin], answer["output"][begin:stop]
+                # Log-probs of the prompt are those of the first prefill.
+                start, given = (len(prompt) - 1, []) if begin else (answer["start"], answer["input"])
+                key = (number, boundaries, begin, tuple(tokens))
+                reference, other = known.get(key) or [
+                    replay.logits(prompt, start, boundaries, tokens) for replay in (exact, served)
+                ]
+                targets = torch.tensor(prompt[start + 1 :] + tokens, device=reference.device)
+                values, own = torch.tensor(given + output), other.gather(1, targets[:, None])[:, 0]
+                tallies["server"].add(reference, values, targets, targets[-len(tokens) :])
+                tallies["transformers, bfloat16"].add(reference, own, targets, other[-len(tokens) :].argmax(-1))
+                if len(runs) == 1 or len(found) > 1:
+                    continue
+                # Kept for the other runs.
+                known[key] = reference, other
+                cold = first.setdefault(number, (boundaries, reference))
+                if cold[0] != boundaries:
+                    a, b = (x[: -len(tokens)] for x in (cold[1], reference))
+                    warm.append(float((a.exp() * (a - b)).sum(-1).mean()))
         for who, tally in tallies.items():
-            print(f"{name} | {who} | {tally} | {skipped} not replayed", flush=True)
+            print(f"{name} | {who} | {tally} | {skipped} not replayed, {again} prefilled again", flush=True)
     if warm:
         print(
             f"KL of other boundaries against the first: mean {sum(warm) / len(warm):.4f}, max {max(warm):.4f}, "
@@ -208,8 +251,8 @@ def _between(runs, records):
         equal = differ = other = 0
         worst = 0.0
         for a, b in zip(runs[names[0]], runs[name], strict=True):
-            one, two = records.get(a["rid"]), records.get(b["rid"])
-            if one is not None and two is not None and one.boundaries != two.boundaries:
+            one, two = ([(r.prompt, r.boundaries) for r in records.get(x["rid"], [])] for x in (a, b))
+            if one and two and one != two:
                 other += 1
                 continue
             step = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), None)

@@ -24,8 +24,10 @@ def kernels(
         str | None,
         typer.Option(help="Decode shapes BATCHxCONTEXT[@D[:QHEADS/KVHEADS]], e.g. 1x32k,32x32k,32x32k@64:64/8."),
     ] = None,
-    ops: Annotated[str, typer.Option(help="decode, write, extend.")] = "decode,write,extend",
-    codecs: Annotated[str, typer.Option(help="int2, vq, int2x4 (four scales a row).")] = "int2,vq",
+    ops: Annotated[
+        str, typer.Option(help="check (ragged batches of all codecs), decode, write, extend.")
+    ] = "check,decode,write,extend",
+    codecs: Annotated[str, typer.Option(help="What is timed: int2, vq, int2x4, vqx4 (four scales a row).")] = "int2,vq",
     peer: Annotated[
         list[str] | None,
         typer.Option(help="NAME=FILE.py: time a foreign kernel too; the file defines prepare(shape). Repeat for more."),
@@ -41,7 +43,8 @@ def kernels(
 ) -> None:
     """Check this machine's kernels against float64, then time them beside BF16 attention.
 
-    Prints Markdown tables. A kernel that is wrong is not timed, and the command ends with 1.
+    Prints Markdown tables. A kernel that is wrong is not timed, and the command ends with 1; so it does when a check
+    of a ragged batch is not right.
 
     Example: kvcq bench kernels --shapes 32x32k --out kernels.json
     """
@@ -61,11 +64,10 @@ def kernels(
     with Console(json=json, quiet=quiet, verbose=verbose) as console:
         result = bench(request, console)
     console.result(result.text(), result.payload())
-    if result.wrong:
-        first = result.wrong[0]
+    if result.problems:
+        count = len(result.problems)
         raise EvaluationError(
-            f"{len(result.wrong)} kernels are wrong or failed, first {first.op} {first.shape.label} {first.codec} "
-            f"{first.kernel}: {first.problem}",
+            f"{count} {'result is' if count == 1 else 'results are'} wrong or missing, first {result.problems[0]}",
             where="bench kernels",
         )
 

@@ -21,7 +21,9 @@ def snap_int8(centroids: Tensor) -> tuple[Tensor, Tensor]:
     quotient s. A codebook of zeros has scale 1.
     """
     values = centroids.to(torch.float32)
-    scale = values.abs().amax((-2, -1)) / 127.0
+    largest = values.abs().amax((-2, -1))
+    # Not by a number: CUDA then multiplies by a rounded 1 / 127, and words would not survive a second snapping.
+    scale = largest / torch.full_like(largest, 127.0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     words = (values / scale[..., None, None]).round().clamp(-127, 127).to(torch.int8)
     return words, scale

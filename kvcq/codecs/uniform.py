@@ -42,7 +42,9 @@ def encode_uniform(
     x = rows.unflatten(-1, (groups, -1))
     if spacing == "minmax":
         low, high = x.aminmax(dim=-1, keepdim=True)
-        wanted = (high - low if metadata == "fp16-bias" else (high - low).clamp(min=1e-8)) / levels
+        span = high - low if metadata == "fp16-bias" else (high - low).clamp(min=1e-8)
+        # Not by a number: CUDA then multiplies by a rounded 1 / levels, and codes would depend on the device.
+        wanted = span / torch.full_like(span, levels)
     else:
         low, wanted = _lloyd(x, LLOYD_STEPS[spacing])
     if metadata == "fp16-bias":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_platform
+from kvcq.kernels.checks import check_offset, check_platform
 from kvcq.kernels.cuda.decode import decode_partials_cuda
 from kvcq.kernels.decode import decode_partials
 from kvcq.kernels.limits import device_limits
@@ -32,7 +32,7 @@ from kvcq.kernels.select import Backend, Choice, choose, launch_shape
 from kvcq.spec.plan import Windows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decoder:
     """Workspace of the layers that share a geometry, windows and a batch.
 
@@ -40,11 +40,13 @@ class Decoder:
         choice: The kernel, its cut and the reason.
         work: The work list, see `plan`.
         partials: Partial results, overwritten by every layer.
+        planned: Requests of the step that the work list is of, 0: of none yet.
     """
 
     choice: Choice
     work: Plan
     partials: Partials
+    planned: int = 0
 
     @classmethod
     def reserve(
@@ -57,6 +59,7 @@ class Decoder:
         device: torch.device | str,
         *,
         backend: Backend | None = None,
+        share: Partials | None = None,
     ) -> Decoder:
         """Choose the kernel and allocate all that decoding needs.
 
@@ -65,9 +68,11 @@ class Decoder:
             windows: S and W.
             q_heads: Query heads Hq.
             max_batch: Most requests of a step.
-            max_context: Longest request, in tokens; the workspace is the same for all that positions can count.
+            max_context: Longest request, in tokens: the cut is for such lengths, all that positions can count work.
             device: Where the cache is.
             backend: Take this one; None: the best.
+            share: Partial results of a decoder of as many heads and channels whose steps are never at the same time;
+                taken where they have room.
 
         Raises:
             UnsupportedError: no kernel for this geometry or device, or not the wanted one, with the reason.
@@ -82,7 +87,8 @@ class Decoder:
             raise UnsupportedError(f"{q_heads} query heads on {tables.heads} KV heads: groups are whole heads")
         limits = device_limits(device)
         dtype = str(tables.k.map.dtype).removeprefix("torch.")
-        settings: dict[str, Any] = {"batch": max_batch, "windows": windows, "dtype": dtype, "limits": limits}
+        settings: dict[str, Any] = {"batch": max_batch, "context": max_context, "windows": windows}
+        settings |= {"dtype": dtype, "limits": limits}
         choice = choose(limits.capability, tables, group, **settings)
         if backend not in (None, choice.backend):
             if backend != "triton":
@@ -91,16 +97,18 @@ class Decoder:
         if choice.backend == "torch":
             raise UnsupportedError(f"no decode kernel: {choice.reason}")
         work = Plan.reserve(max_batch, parts=choice.parts, exact_rows=choice.exact_rows, windows=windows, device=device)
-        return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d))
+        shared = None if share is None else share.narrowed(work)
+        return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d) if shared is None else shared)
 
     def plan(self, requests: Requests, window: int | None = None) -> None:
         """Fill the work list of a step; see `Plan.update`.
 
         Args:
-            requests: The batch; its lengths include the tokens of this step.
+            requests: The batch; its lengths include the tokens of this step, and its page table is that of the layers.
             window: Sliding window of the layers that follow, None without one.
         """
         self.work.update(requests, self.work.windows, window)
+        self.planned = requests.batch
 
     def decode(
         self,
@@ -126,16 +134,21 @@ class Decoder:
             out: Written, ``[B, Hq, d_v]``, served dtype; zeros for a request of length 0.
             scaling: Factor on products.
             softcap: Logits become ``softcap tanh(logits / softcap)``.
-            offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap or learned sinks; None is zeros.
+            offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap or learned sinks; None for keys that are not
+                centred, or without these.
             sinks: Learned sink logits float32 ``[Hq]``.
             rotate: False leaves outputs in the frame of values: the caller folded the rotation.
 
         Raises:
             UnsupportedError: a codec, geometry or platform without a kernel.
-            ValueError: tensors that do not fit, with the numbers.
+            ValueError: tensors that do not fit, with the numbers, an `offset` that is missing, or another number of
+                requests than was planned.
         """
         if cache.windows != self.work.windows:
             raise ValueError(f"a cache with windows {cache.windows}: reserved for {self.work.windows}")
+        if requests.batch != self.planned:
+            raise ValueError(f"a step of {requests.batch} requests: the work list is of {self.planned}")
+        check_offset(tables.k.offset, offset, softcap, sinks)
         run: Callable[..., None] = decode_partials
         if self.choice.backend == "cuda":
             shape = launch_shape(tables.k.d, q.shape[1] // tables.heads, softcap is not None)

@@ -37,6 +37,23 @@ def check_positive(name: str, number: float | None) -> None:
         raise ValueError(f"a {name} of {number} is not positive")
 
 
+def check_offset(mu: Tensor | None, offset: Tensor | None, softcap: float | None, sinks: Tensor | None) -> None:
+    """Refuse logits that lack the mean of the keys: a softcap and learned sinks need ``q . mu`` back.
+
+    Args:
+        mu: What keys are centred by, None: nothing.
+        offset: ``q . mu``, None: zeros.
+        softcap: Of logits.
+        sinks: Learned sink logits.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if mu is not None and offset is None and (softcap is not None or sinks is not None):
+        what = "learned sinks" if softcap is None else f"a softcap of {softcap:g}"
+        raise ValueError(f"{what} over keys that are centred by {list(mu.shape)} means: offset is None, not q . mu")
+
+
 def check_tensor(
     name: str,
     tensor: Tensor,

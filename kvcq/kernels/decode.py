@@ -20,6 +20,7 @@ from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
 from kvcq.kernels.checks import check_platform, check_positive, check_tensor, power_of_two
 from kvcq.kernels.decode_kernel import decode_kernel
+from kvcq.kernels.overlap import overlap_of
 from kvcq.kernels.plan import Partials, Plan
 from kvcq.kernels.select import MAX_GROUP
 
@@ -109,6 +110,7 @@ def decode_partials(
             cap=softcap is not None, offset=offset is not None, split=q.dtype != torch.float32, asm=q.is_cuda,
         ),
         **shape.options,
+        **overlap_of(q.device),
     )  # fmt: skip
 
 
@@ -251,6 +253,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         constants = _constants(
             (d_k, d_v), (k_groups, v_groups), group, shape, vq=vq, cap=cap, offset=cap, split=True, asm=True
         )
+        constants["OVERLAP"] = True
         kind = "vq" if vq else "int2"
         name = f"decode-{kind}-d{d_k}.{d_v}-group{group}-words{k_groups}.{v_groups}{'-cap' if cap else ''}"
         found.append((name, decode_kernel, signature, constants, shape.options))

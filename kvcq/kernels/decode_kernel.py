@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcq.kernels.bits import coordinates, high_half, low_half, plane, plane_pair, query_digit, weight_digits
+from kvcq.kernels.overlap import await_last, start_next
 
 NOTHING = tl.constexpr(-1e30)
 Q_STEPS = tl.constexpr(32512.0)
@@ -345,8 +346,11 @@ def decode_kernel(
     GROUP: tl.constexpr, GP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KG: tl.constexpr, VG: tl.constexpr,
     WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, OFF: tl.constexpr, N: tl.constexpr, NE: tl.constexpr,
     KB: tl.constexpr, VB: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Work off one item for up to GP query heads of one KV head."""
+    await_last(OVERLAP)
+    start_next(OVERLAP)
     TILES: tl.constexpr = (GROUP + GP - 1) // GP
     program = tl.program_id(0)
     lead = program % TILES * GP

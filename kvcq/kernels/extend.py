@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_platform, check_positive
+from kvcq.kernels.checks import check_offset, check_platform, check_positive
 from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
 from kvcq.kernels.select import MAX_GROUP, SHARED_BYTES
 
@@ -53,7 +54,7 @@ HALVE_SIGNATURE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads."""
+    """How a program is shaped: rows of queries, keys of a tile, warps, depth of the pipeline of loads of exact rows."""
 
     rows: int
     keys: int
@@ -80,16 +81,13 @@ LAUNCHES = (
 def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shared: int = SHARED_BYTES) -> Launch:
     """Return the largest launch of the table that fills the GPU and fits into its shared memory.
 
-    One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program::
+    One H200, 32 query and 8 KV heads, d = 128, in ms, by rows of a program, INT2 and vector codes (upper bounds but for
+    7.10: the GPU was shared)::
 
-        chunk on history     256     128      64
-        4096 on 28672       6.44    7.82    9.30      (BF16 flash attention: 5.91)
-           0 on  4096          -    0.64    0.59      (0.51)
-         512 on 28672          -    1.11    1.24*
-          64 on 28672          -    1.16    0.94*
-
-    * with at most 168 registers a thread; the launches here have no limit. With 128 registers, so that two programs
-    of 128 rows share a multiprocessor: 6.93, 0.56, 1.76 and 1.36.
+        chunk on history            256            128             64     BF16 flash attention
+        4096 on 28672       5.57   7.10    7.92   8.83    6.60   14.3     6.01
+         512 on 28672       1.31   1.67    0.76   1.04    0.80   1.06     0.84
+          64 on 28672       1.42   1.74    0.75   1.06    0.59   0.79
 
     Args:
         d_k: Key head dim.
@@ -153,7 +151,8 @@ def extend(
             ``first - R`` (R rows of a ring) or `exact_from` where it lies before them: no exact row is left there.
         scaling: Factor on products.
         softcap: Logits become ``softcap tanh(logits / softcap)``.
-        offset: ``q . mu`` float32 ``[T, Hq]``, or None for zeros; read with a softcap or learned sinks only.
+        offset: ``q . mu`` float32 ``[T, Hq]``, read with a softcap or learned sinks only; None for keys that are not
+            centred, or without these.
         sinks: Learned sink logits float32 ``[Hq]``.
         window: A query at i sees only ``j > i - window``.
         out: ``[T, Hq, d_v]``, served dtype; rows of padding tokens are left alone.
@@ -162,11 +161,12 @@ def extend(
 
     Raises:
         UnsupportedError: head dims, groups, codes or devices that the kernel does not have.
-        ValueError: tensors that do not fit together.
+        ValueError: tensors that do not fit together, or an `offset` that is missing.
     """
     group = _check(tables, cache, requests, q, rows, starts, oldest, offset, sinks, window, out)
     check_positive("scaling", scaling)
     check_positive("softcap", softcap)
+    check_offset(tables.k.offset, offset, softcap, sinks)
     if q.shape[0] == 0 or requests.batch == 0:
         return
     k, v = tables.k, tables.v
@@ -177,6 +177,8 @@ def extend(
         launch = choose_launch(k.d, v.d, q.shape[0] * group, requests.batch, tables.heads, shared)
     if launch.rows < group:
         raise ValueError(f"{launch.rows} rows of a program do not hold a group of {group} heads")
+    if launch.keys > PAGE_TOKENS:
+        raise ValueError(f"a tile of {launch.keys} keys is more than a page of {PAGE_TOKENS} tokens")
     tokens = launch.rows // group
     blocks = triton.cdiv(q.shape[0], tokens) + requests.batch
     absent = requests.lengths

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvcq.codecs.packing import PAGE_TOKENS
-from kvcq.kernels.halves import column_plane, coordinates, first_half, join_four, narrowed, row_plane
+from kvcq.kernels.halves import column_plane, coordinates, join_four, narrowed, row_plane
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -67,49 +67,78 @@ def _seen(position, j, oldest, window, sink, CODED: tl.constexpr, WINDOW: tl.con
 
 
 @triton.jit
-def _row_tile(packed, words, live, GROUPS: tl.constexpr, HALF: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr):
-    """Decode ``[N, bytes]`` codes to ``[N, 2, 2, bytes]``; `words` points at the affine words of the tokens."""
-    w0 = _word(words, live, MASK)[:, None]
+def _row_tile(codes, words, words1, words2, words3, GROUPS: tl.constexpr, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Decode words of codes ``[N, KW]`` to ``[N, 2, 2, KW, 2, 2]``: plane, word, byte."""
+    w0 = words[:, None]
     w1 = w0
     w2 = w0
     w3 = w0
     if GROUPS == 4:
-        w1 = _word(words + 2, live, MASK)[:, None]
-        w2 = _word(words + 4, live, MASK)[:, None]
-        w3 = _word(words + 6, live, MASK)[:, None]
-    p0 = row_plane(packed, 0, w0, HALF, ASM)
-    p1 = row_plane(packed, 1, w1, HALF, ASM)
-    p2 = row_plane(packed, 2, w2, HALF, ASM)
-    p3 = row_plane(packed, 3, w3, HALF, ASM)
-    return tl.permute(join_four(p0, p1, p2, p3), (0, 2, 3, 1))
+        w1 = words1[:, None]
+        w2 = words2[:, None]
+        w3 = words3[:, None]
+    p0, p1, p2, p3 = row_plane(codes, 0, w0, HALF, ASM)
+    q0, q1, q2, q3 = row_plane(codes, 1, w1, HALF, ASM)
+    r0, r1, r2, r3 = row_plane(codes, 2, w2, HALF, ASM)
+    s0, s1, s2, s3 = row_plane(codes, 3, w3, HALF, ASM)
+    p = join_four(p0, p1, p2, p3)
+    q = join_four(q0, q1, q2, q3)
+    r = join_four(r0, r1, r2, r3)
+    s = join_four(s0, s1, s2, s3)
+    return tl.permute(join_four(p, q, r, s), (0, 4, 5, 1, 2, 3))
 
 
 @triton.jit
-def _fours(words, live, NW: tl.constexpr, MASK: tl.constexpr):
-    """Load the words of ``[NW, 4]`` tokens and return those of every fourth token."""
-    even, odd = tl.split(tl.reshape(_word(words, live, MASK), (NW, 2, 2)))
+def _vector_tile(c0, c1, c2, c3, words, HALF: tl.constexpr, ASM: tl.constexpr):
+    """Scale words of the codebook ``[KW, N]``, those of every fourth group, to ``[KW, 2, 2, 2, 2, N]``."""
+    w = words[None, :]
+    p0, p1, p2, p3 = coordinates(c0, w, HALF, ASM)
+    q0, q1, q2, q3 = coordinates(c1, w, HALF, ASM)
+    r0, r1, r2, r3 = coordinates(c2, w, HALF, ASM)
+    s0, s1, s2, s3 = coordinates(c3, w, HALF, ASM)
+    p = join_four(p0, p1, p2, p3)
+    q = join_four(q0, q1, q2, q3)
+    r = join_four(r0, r1, r2, r3)
+    s = join_four(s0, s1, s2, s3)
+    return tl.permute(join_four(p, q, r, s), (0, 4, 5, 2, 3, 1))
+
+
+@triton.jit
+def _gather(book, codes, groups):
+    """Return the words of the codebook of four neighbouring groups."""
+    c0 = tl.load(book + groups + (codes & 255))
+    c1 = tl.load(book + groups + 256 + ((codes >> 8) & 255))
+    c2 = tl.load(book + groups + 512 + ((codes >> 16) & 255))
+    c3 = tl.load(book + groups + 768 + ((codes >> 24) & 255))
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _fours(words, NW: tl.constexpr):
+    """Split the words of ``[NW, 4]`` tokens into those of every fourth token."""
+    even, odd = tl.split(tl.reshape(words, (NW, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0[None, :], w1[None, :], w2[None, :], w3[None, :]
 
 
 @triton.jit
-def _column_tile(packed, words, live, NW: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, MASK: tl.constexpr,
+def _column_tile(packed, words, words1, words2, words3, NW: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
                  ASM: tl.constexpr):  # fmt: skip
     """Decode ``[bytes, NW]`` codes of four tokens each to ``[2, 2, bytes, NW, 2, 2]``.
 
     The tokens are joined last: as neighbours in registers they go to shared memory in wide stores.
     """
-    a0, a1, a2, a3 = _fours(words, live, NW, MASK)
+    a0, a1, a2, a3 = _fours(words, NW)
     p0, p1, p2, p3 = column_plane(packed, 0, a0, a1, a2, a3, HALF, ASM)
     if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 2, live, NW, MASK)
+        a0, a1, a2, a3 = _fours(words1, NW)
     q0, q1, q2, q3 = column_plane(packed, 1, a0, a1, a2, a3, HALF, ASM)
     if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 4, live, NW, MASK)
+        a0, a1, a2, a3 = _fours(words2, NW)
     r0, r1, r2, r3 = column_plane(packed, 2, a0, a1, a2, a3, HALF, ASM)
     if GROUPS == 4:
-        a0, a1, a2, a3 = _fours(words + 6, live, NW, MASK)
+        a0, a1, a2, a3 = _fours(words3, NW)
     s0, s1, s2, s3 = column_plane(packed, 3, a0, a1, a2, a3, HALF, ASM)
     t0 = join_four(p0, q0, r0, s0)
     t1 = join_four(p1, q1, r1, s1)
@@ -119,17 +148,67 @@ def _column_tile(packed, words, live, NW: tl.constexpr, GROUPS: tl.constexpr, HA
 
 
 @triton.jit
-def _word(at, live, MASK: tl.constexpr):
-    if MASK:
-        return tl.load(at, mask=live, other=0)
-    return tl.load(at)
+def _words(at, live, GROUPS: tl.constexpr):
+    """Load the affine words of tokens, of one group or of four."""
+    w0 = tl.load(at, mask=live, other=0)
+    if GROUPS == 4:
+        w1 = tl.load(at + 2, mask=live, other=0)
+        w2 = tl.load(at + 4, mask=live, other=0)
+        w3 = tl.load(at + 6, mask=live, other=0)
+    else:
+        w1 = w0
+        w2 = w0
+        w3 = w0
+    return w0, w1, w2, w3
 
 
 @triton.jit
-def _codes(at, inside, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=inside, other=0)
+def _live(j, lo, hi, MASK: tl.constexpr):
+    """Return whose affine words are read: those of unseen tokens may be NaN."""
+    if MASK:
+        return (j >= lo) & (j < hi)
+    return j < hi
+
+
+@triton.jit
+def _first(step, gap, resume, N: tl.constexpr):
+    """Return the first token of the tile of a step."""
+    return tl.where(step < gap, step, step + (resume - gap)) * N
+
+
+@triton.jit
+def _block(table, first, more, head, kv_heads, BLOCK: tl.constexpr):
+    """Return where the block of the tokens from `first` on begins; of a tile behind the last one anything."""
+    page = tl.load(table + first // PAGE, mask=more, other=0)
+    return (page.to(tl.int64) * kv_heads + head) * BLOCK
+
+
+@triton.jit
+def _codes(pages, block, first, at, word, more, CK: tl.constexpr, VQ: tl.constexpr):
+    """Load words of four codes of keys; for vector codes `at` are bytes."""
+    real = word < tl.where(more, CK // 4, 0)
+    if VQ:
+        # The compiler does not see that words of a token are neighbours and gives a lane one of each token.
+        bytes = pages + (block + first % PAGE * CK) + at
+        return tl.load(bytes.to(tl.pointer_type(tl.int32)), mask=real, other=0)
+    quads = pages.to(tl.pointer_type(tl.int32))
+    return tl.load(quads + (block // 4 + first % PAGE * (CK // 4)) + at, mask=real, other=0)
+
+
+@triton.jit
+def _others(
+    quads, block, first, more, lo, hi, token, token4, quad, CK: tl.constexpr, CV: tl.constexpr, VB: tl.constexpr,
+    KG: tl.constexpr, VG: tl.constexpr, WORDS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Load the affine words of keys and values, and words of four codes of values ``[bytes, tokens / 4]``."""
+    top = tl.where(more, hi, 0)
+    words = quads + (block // 4 + 16 * (CK + CV) + first % PAGE * (2 * WORDS))
+    a0, a1, a2, a3 = _words(words + token * (2 * WORDS), _live(first + token, lo, top, MASK), KG)
+    b0, b1, b2, b3 = _words(words + 1 + token4 * (2 * WORDS), _live(first + token4, lo, top, MASK), VG)
+    byte = tl.arange(0, VB)[:, None]
+    columns = quads + (block // 4 + 16 * CK + first % PAGE // 4) + byte * 16 + quad[None, :]
+    packed = tl.load(columns, mask=byte < tl.where(more, CV, 0), other=0)
+    return a0, a1, a2, a3, b0, b1, b2, b3, packed
 
 
 @triton.jit
@@ -140,59 +219,75 @@ def _coded(
     WORDS: tl.constexpr, VQ: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, HALF: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles of pages: numbers [begin, gap) and [resume, end) of tiles of N tokens."""
+    """Attend to tiles of pages: numbers [begin, gap) and [resume, end) of tiles of N tokens, each within a page.
+
+    Loads follow from one another: number of a page, codes, words of the codebook. Each is a tile ahead of the next,
+    and a tile is decoded from registers.
+    """
     CK: tl.constexpr = DK // 4
     CV: tl.constexpr = DV // 4
-    KB: tl.constexpr = KP // 4
+    KW: tl.constexpr = KP // 16
     VB: tl.constexpr = VP // 4
-    BLOCK: tl.constexpr = 64 * (CK + CV + 8 * WORDS)
-    k_byte = tl.arange(0, KB)
-    v_byte = tl.arange(0, VB)
-    token = tl.arange(0, N)
     NW: tl.constexpr = N // 4
+    BLOCK: tl.constexpr = 64 * (CK + CV + 8 * WORDS)
+    AHEAD: tl.constexpr = 2 if VQ else 1
+    token = tl.arange(0, N)
     quad = tl.arange(0, NW)
     token4 = 4 * quad[:, None] + tl.arange(0, 4)[None, :]
-    for step in range(begin, end - (resume - gap)):
-        tile = tl.where(step < gap, step, step + (resume - gap))
-        j = tile * N + token
-        live = (j >= lo) & (j < hi)
-        if N <= PAGE:
-            page = tl.load(table + tile * N // PAGE)
-            block = (page.to(tl.int64) * kv_heads + head) * BLOCK
-            place = tile * N % PAGE + token
-        else:
-            page = tl.load(table + j // PAGE, mask=live, other=0) if MASK else tl.load(table + j // PAGE)
-            block = (page.to(tl.int64) * kv_heads + head) * BLOCK
-            place = token % PAGE
-        words = (pages + block + 64 * (CK + CV)).to(tl.pointer_type(tl.int32)) + place * (2 * WORDS)
+    if VQ:
+        # Lanes along tokens: they gather from one table, so from few lines of the L1.
+        k_word = tl.arange(0, KW)[:, None]
+        k_at = token[None, :] * CK + 4 * k_word
+        groups = tl.minimum(k_word, CK // 4 - 1) * 1024
+    else:
+        k_word = tl.arange(0, KW)[None, :]
+        k_at = token[:, None] * (CK // 4) + k_word
+    quads = pages.to(tl.pointer_type(tl.int32))
+
+    stop = end - (resume - gap)
+    first = _first(begin, gap, resume, N)
+    block = _block(table, first, begin < stop, head, kv_heads, BLOCK)
+    codes = _codes(pages, block, first, k_at, k_word, begin < stop, CK, VQ)
+    a0, a1, a2, a3, b0, b1, b2, b3, packed = _others(
+        quads, block, first, begin < stop, lo, hi, token, token4, quad, CK, CV, VB, KG, VG, WORDS, MASK
+    )
+    next_first = first
+    next_block = block
+    if VQ:
+        k0, k1, k2, k3 = _gather(book, codes, groups)
+        next_first = _first(begin + 1, gap, resume, N)
+        next_block = _block(table, next_first, begin + 1 < stop, head, kv_heads, BLOCK)
+        codes = _codes(pages, next_block, next_first, k_at, k_word, begin + 1 < stop, CK, VQ)
+    last_first = _first(begin + AHEAD, gap, resume, N)
+    last_block = _block(table, last_first, begin + AHEAD < stop, head, kv_heads, BLOCK)
+    for step in range(begin, stop):
         if VQ:
-            at = (block + place * CK)[None, :] + k_byte[:, None]
-            index = tl.load(pages + at, mask=(k_byte < CK)[:, None], other=0)
-            cells = tl.load(book + tl.minimum(k_byte, CK - 1)[:, None] * 256 + index.to(tl.int32))
-            c0, c1, c2, c3 = coordinates(cells, HALF, ASM)
-            k = tl.reshape(tl.permute(join_four(c0, c1, c2, c3), (0, 2, 3, 1)), (KP, N))
-            rho = first_half(_word(words, live, MASK)).to(tl.float32)
-            products = tl.dot(q, k, input_precision="ieee") * rho[None, :]
+            k = tl.reshape(_vector_tile(k0, k1, k2, k3, a0, HALF, ASM), (KP, N))
         else:
-            at = (block + place * CK)[:, None] + k_byte[None, :]
-            packed = _codes(pages + at, (k_byte < CK)[None, :], KB == CK)
-            k = tl.reshape(_row_tile(packed, words, live, KG, HALF, MASK, ASM), (N, KP))
-            products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if N <= PAGE:
-            place4 = tile * N % PAGE // 4 + quad
+            k = tl.trans(tl.reshape(_row_tile(codes, a0, a1, a2, a3, KG, HALF, ASM), (N, KP)))
+        v = tl.trans(tl.reshape(_column_tile(packed, b0, b1, b2, b3, NW, VG, HALF, ASM), (VP, N)))
+        j = first + token
+
+        if VQ:
+            k0, k1, k2, k3 = _gather(book, codes, groups)
+            first = next_first
+            block = next_block
+            next_first = last_first
+            next_block = last_block
         else:
-            block = tl.max(tl.reshape(block, (NW, 4)), 1)
-            place4 = quad % (PAGE // 4)
-        at = (block // 4 + 16 * CK + place4)[None, :] + (v_byte * 16)[:, None]
-        quads = pages.to(tl.pointer_type(tl.int32))
-        packed = _codes(quads + at, (v_byte < CV)[:, None], VB == CV)
-        live4 = tile * N + token4
-        live4 = (live4 >= lo) & (live4 < hi)
-        fours = (block // 4 + 16 * (CK + CV) + place4 * (8 * WORDS) + 1)[:, None]
-        words = fours + tl.arange(0, 4)[None, :] * (2 * WORDS)
-        v = _column_tile(packed, quads + words, live4, NW, VG, HALF, MASK, ASM)
-        v = tl.trans(tl.reshape(v, (VP, N)))
-        seen = _seen(position, j, oldest, window, sink, True, WINDOW) & live[None, :] if MASK else live[None, :]
+            first = last_first
+            block = last_block
+        codes = _codes(pages, last_block, last_first, k_at, k_word, step + AHEAD < stop, CK, VQ)
+        a0, a1, a2, a3, b0, b1, b2, b3, packed = _others(
+            quads, block, first, step + 1 < stop, lo, hi, token, token4, quad, CK, CV, VB, KG, VG, WORDS, MASK
+        )
+        last_first = _first(step + AHEAD + 1, gap, resume, N)
+        last_block = _block(table, last_first, step + AHEAD + 1 < stop, head, kv_heads, BLOCK)
+
+        products = tl.dot(q, k, input_precision="ieee")
+        seen = _seen(position, j, oldest, window, sink, True, WINDOW)
+        if MASK:
+            seen &= ((j >= lo) & (j < hi))[None, :]
         acc, m, norm = _step(acc, m, norm, products, unit, shift, cap, seen, v, 0, HALF, CAP, MASK)
     return acc, m, norm
 
@@ -304,8 +399,8 @@ def extend_kernel(
     q_tile = tl.load(
         halves + (q_head * DK)[:, None] + k_channel[None, :], mask=real[:, None] & k_real[None, :], other=0.0
     )
-    # Keys of uniform codes come halved.
-    unit = tl.load(units + q_head, mask=real, other=1.0) * (factor if VQ else 2.0 * factor)
+    # Keys of uniform codes come halved, those of vector codes by 128.
+    unit = tl.load(units + q_head, mask=real, other=1.0) * (factor * (128.0 if VQ else 2.0))
     pages_of = table + tl.cast(request, tl.int64) * columns
     book_of = book + head * (DK // 4) * 256
     acc, m, norm = _coded(

@@ -46,10 +46,12 @@ def _elements(index: int, packed: str, scales: tuple[str, str], biases: tuple[st
 
 def _row_asm(index: int) -> str:
     return f"""{{
-        .reg .b32 low, high, factor, shift, half, bias;
-        {_elements(index, "$2", ("$3", "$4"), ("$5", "$6"))}
-        mov.b32 $0, low;
-        mov.b32 $1, high;
+        .reg .b32 low, high, factor, shift, half, bias, s, b;
+        prmt.b32 s, $5, $5, 0x1010;
+        prmt.b32 b, $5, $5, 0x3232;
+        {_elements(index, "$4", ("s", "s"), ("b", "b"))}
+        mov.b32 {{$0, $1}}, low;
+        mov.b32 {{$2, $3}}, high;
     }}"""
 
 
@@ -75,13 +77,17 @@ COLUMN_1 = tl.constexpr(_column_asm(1))
 COLUMN_2 = tl.constexpr(_column_asm(2))
 COLUMN_3 = tl.constexpr(_column_asm(3))
 COORDINATES = tl.constexpr("""{
-    .reg .b32 word, shift, low, high;
-    mov.b32 shift, 0x64806480;
+    .reg .b32 word, factor, shift, rho, low, high;
+    mov.b32 factor, 0x20002000;
+    mov.b32 shift, 0xc880c880;
+    prmt.b32 rho, $5, $5, 0x1010;
     xor.b32 word, $4, 0x80808080;
     prmt.b32 low, word, 0x64646464, 0x4140;
     prmt.b32 high, word, 0x64646464, 0x4342;
-    sub.f16x2 low, low, shift;
-    sub.f16x2 high, high, shift;
+    fma.rn.f16x2 low, low, factor, shift;
+    fma.rn.f16x2 high, high, factor, shift;
+    mul.rn.f16x2 low, low, rho;
+    mul.rn.f16x2 high, high, rho;
     mov.b32 {$0, $1}, low;
     mov.b32 {$2, $3}, high;
 }""")
@@ -113,20 +119,30 @@ def _plain(code, word, half: tl.constexpr):
 
 @triton.jit
 def row_plane(packed, index: tl.constexpr, word, half: tl.constexpr, asm: tl.constexpr):
-    """Return half the elements of one bit plane of rows of codes.
+    """Return half the elements of one bit plane of rows of codes, each of four neighbouring bytes on its own.
 
     Args:
-        packed: uint8 ``[tokens, bytes]``; the bytes that a thread has must come in fours.
+        packed: int32 ``[tokens, bytes / 4]``, four bytes of a token, little-endian.
         index: Plane, 0..3.
         word: Scale and bias of the tokens, int32 ``[tokens, 1]``.
-        half: Dtype of the result; float16 where `asm`.
+        half: Dtype of the results; float16 where `asm`.
         asm: False in the interpreter.
     """
     if not asm:
-        return _plain((packed >> (2 * index)) & 3, word, half)
+        e0 = _plain((packed >> (2 * index)) & 3, word, half)
+        e1 = _plain((packed >> (2 * index + 8)) & 3, word, half)
+        e2 = _plain((packed >> (2 * index + 16)) & 3, word, half)
+        e3 = _plain((packed >> (2 * index + 24)) & 3, word, half)
+        return e0, e1, e2, e3
     code: tl.constexpr = ROW_0 if index == 0 else ROW_1 if index == 1 else ROW_2 if index == 2 else ROW_3
-    args = [packed, first_half(word), second_half(word)]
-    return tl.inline_asm_elementwise(code, "=r,=r,r,r,r,r,r", args, dtype=tl.float16, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(
+        code,
+        "=h,=h,=h,=h,r,r",
+        [packed, word],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -161,22 +177,30 @@ def column_plane(packed, index: tl.constexpr, w0, w1, w2, w3, half: tl.constexpr
 
 
 @triton.jit
-def coordinates(word, half: tl.constexpr, asm: tl.constexpr):
-    """Return the four int8 coordinates of codebook words int32, little-endian, as floats."""
+def coordinates(word, rho, half: tl.constexpr, asm: tl.constexpr):
+    """Return the four int8 coordinates of codebook words, little-endian, times rho / 128, rounded once.
+
+    Args:
+        word: int32 ``[words, tokens]``.
+        rho: float16 in the low half of int32 ``[1, tokens]``.
+        half: Dtype of the results; float16 where `asm`.
+        asm: False in the interpreter.
+    """
     if asm:
         c0, c1, c2, c3 = tl.inline_asm_elementwise(
             COORDINATES,
-            "=h,=h,=h,=h,r",
-            [word],
+            "=h,=h,=h,=h,r,r",
+            [word, rho],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=1,
         )
     else:
-        c0 = word.to(tl.int8).to(half)
-        c1 = (word >> 8).to(tl.int8).to(half)
-        c2 = (word >> 16).to(tl.int8).to(half)
-        c3 = (word >> 24).to(tl.int8).to(half)
+        scale = first_half(rho).to(tl.float32) * 0.0078125
+        c0 = (word.to(tl.int8).to(tl.float32) * scale).to(half)
+        c1 = ((word >> 8).to(tl.int8).to(tl.float32) * scale).to(half)
+        c2 = ((word >> 16).to(tl.int8).to(tl.float32) * scale).to(half)
+        c3 = ((word >> 24).to(tl.int8).to(tl.float32) * scale).to(half)
     return c0, c1, c2, c3
 
 

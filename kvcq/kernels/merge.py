@@ -8,8 +8,9 @@ in log2 units and its sum l_j; with a learned sink logit a (in log2 units, ``a -
 
 Without a learned sink its term is absent and m is 1; a request that sees nothing gets zeros.
 
-Few rows take two launches: joining wants many small programs, each with all of its loads in flight, the product with
-R_V tiles of rows that share their read of it. Many rows fill the device with such tiles from the start: one launch.
+Many items a request take two launches: joining wants many small programs, each with all of its loads in flight, the
+product with R_V tiles of rows that share their read of it. Few items are joined by such tiles right away: one launch.
+Launches overlap, see `overlap`: R_V is on its way while the items are still worked off.
 """
 
 from __future__ import annotations
@@ -24,32 +25,48 @@ from torch import Tensor
 
 from kvcq.kernels.arrays import Tables
 from kvcq.kernels.checks import check_platform, check_tensor, power_of_two
+from kvcq.kernels.overlap import await_last, overlap_of, start_next
 from kvcq.kernels.plan import Partials, Plan
 from kvcq.kernels.select import MAX_GROUP
 
 LOG2E = math.log2(math.e)
 
-# Rows are query heads of requests. From so many on, one launch whose programs share a read of R_V is faster.
-JOINED_ROWS = 1024
+# Coded items of a request, about, up to which one launch is faster: a program reads them one after the other.
+JOINED_ITEMS = 12
 
 # One launch: rows of a program, items whose loads are in flight at once, warps.
 JOIN_ROWS, JOIN_ITEMS, JOIN_WARPS = 16, 4, 8
 
-# Two launches: tile of the product, warps.
+# Two launches: tile of the product, warps; bytes of R_V that a program of few rows holds.
 ROTATE_ROWS, ROTATE_COLUMNS, ROTATE_WARPS = 16, 32, 4
+ROTATED_BYTES = 32768
 
 
-def mix_shape(rows: int, d_v: int) -> tuple[int, int]:
+def mix_shape(rows: int, d_v: int, items: int) -> tuple[int, int]:
     """Return items and channels that a warp reads at once: few channels for latency, whole rows where there are many.
 
     Args:
         rows: Query heads of all requests.
         d_v: Value head dim.
+        items: Of a request, about.
     """
     wide = power_of_two(d_v)
     if rows < 1024:
         return (128, min(wide, 32)) if rows < 128 else (64, min(wide, 64))
-    return 2048 // wide, wide
+    columns = wide if items <= 2048 // wide else min(wide, 64)
+    return 2048 // columns, columns
+
+
+def rotate_columns(rows: int, d_v: int, size: int) -> int:
+    """Return the channels of a tile of the product: as many as fit where rows alone cannot fill the device anyway.
+
+    Args:
+        rows: Query heads of all requests.
+        d_v: Value head dim.
+        size: Bytes of an element of R_V.
+    """
+    wide = power_of_two(d_v)
+    return min(wide, ROTATED_BYTES // (wide * size) if rows < 128 else ROTATE_COLUMNS)
 
 
 def join_columns(d_v: int) -> int:
@@ -117,7 +134,8 @@ def merge(
     shifts = offset if offset is not None and shifted else partial.mass
     means = partial.mass if nu is None else nu
     rows, wide = batch * group, power_of_two(d_v)
-    if rotate and batch * q_heads >= JOINED_ROWS:
+    overlap = overlap_of(device)
+    if rotate and plan.parts <= JOINED_ITEMS * batch:
         _join[(triton.cdiv(rows, JOIN_ROWS), tables.heads)](
             partial.o,
             partial.ml,
@@ -139,9 +157,10 @@ def merge(
             SHIFTED=shifted,
             CENTRED=nu is not None,
             num_warps=JOIN_WARPS,
+            **overlap,
         )
         return
-    items, columns = mix_shape(batch * q_heads, d_v)
+    items, columns = mix_shape(batch * q_heads, d_v, plan.parts // batch)
     _mix[(batch * q_heads, triton.cdiv(d_v, columns))](
         partial.o,
         partial.ml,
@@ -158,10 +177,11 @@ def merge(
         SINKS=sinks is not None,
         SHIFTED=shifted,
         num_warps=1,
+        **overlap,
     )
     if not rotate:
         return
-    columns = min(wide, ROTATE_COLUMNS)
+    columns = rotate_columns(batch * q_heads, d_v, dual.element_size())
     _rotate[(triton.cdiv(rows, ROTATE_ROWS), tables.heads, triton.cdiv(d_v, columns))](
         partial.mixed,
         partial.mass,
@@ -176,16 +196,21 @@ def merge(
         COLUMNS=columns,
         CENTRED=nu is not None,
         num_warps=ROTATE_WARPS,
+        **overlap,
     )
 
 
 @triton.jit
-def _back(mixed, dual, first, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return channels first .. first + COLUMNS - 1 of ``o' R_V^T`` of rows ``[ROWS, WIDE]``; R_V lies at `dual`."""
+def _columns(dual, first, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return columns first .. first + COLUMNS - 1 of R_V^T, ``[WIDE, COLUMNS]``; R_V lies at `dual`."""
     e = tl.arange(0, WIDE)
     c = first + tl.arange(0, COLUMNS)
-    transposed = dual + c[None, :] * D + e[:, None]
-    matrix = tl.load(transposed, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+    return tl.load(dual + c[None, :] * D + e[:, None], mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+
+
+@triton.jit
+def _back(mixed, matrix):
+    """Return the product of rows o' and columns of R_V^T."""
     high = mixed.to(matrix.dtype)
     back = tl.dot(high, matrix, input_precision="ieee")
     if matrix.dtype != tl.float32:
@@ -216,12 +241,17 @@ def _join(
     SINKS: tl.constexpr,
     SHIFTED: tl.constexpr,
     CENTRED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Join and lead back ROWS rows of one KV head; row t is query head ``t mod GROUP`` of request ``t div GROUP``."""
+    start_next(OVERLAP)
     kv_head = tl.program_id(1)
     q_heads = tl.num_programs(1) * GROUP
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = t < total
+    # Constants of the layer: on their way while the items are still worked off.
+    matrix = _columns(dual + kv_head * (D * D), 0, D, WIDE, COLUMNS)
+    await_last(OVERLAP)
     request = t // GROUP
     head = kv_head * GROUP + t % GROUP
     row = request * q_heads + head
@@ -261,7 +291,9 @@ def _join(
     mixed = mixed * inverse[:, None]
     for column in tl.static_range(0, D, COLUMNS):
         c = column + tl.arange(0, COLUMNS)
-        back = _back(mixed, dual + kv_head * (D * D), column, D, WIDE, COLUMNS)
+        if column > 0:
+            matrix = _columns(dual + kv_head * (D * D), column, D, WIDE, COLUMNS)
+        back = _back(mixed, matrix)
         if CENTRED:
             back += mass[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
         to = out + row.to(tl.int64)[:, None] * D + c[None, :]
@@ -284,11 +316,14 @@ def _mix(
     ITEMS: tl.constexpr,
     SINKS: tl.constexpr,
     SHIFTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Join the items of one query head of one request; one warp, so that no barrier lies between two steps."""
+    start_next(OVERLAP)
     row = tl.program_id(0)
     head = row % q_heads
     request = row // q_heads
+    await_last(OVERLAP)
     begin = tl.load(first + request)
     count = tl.load(first + request + 1) - begin
     place = tl.arange(0, ITEMS)
@@ -339,8 +374,10 @@ def _rotate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Lead ROWS rows of one KV head back; row t is query head ``t mod GROUP`` of request ``t div GROUP``."""
+    start_next(OVERLAP)
     kv_head = tl.program_id(1)
     q_heads = tl.num_programs(1) * GROUP
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -348,8 +385,11 @@ def _rotate(
     row = (t // GROUP) * q_heads + kv_head * GROUP + t % GROUP
     e = tl.arange(0, WIDE)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    # Constants of the layer: on their way while the items are still joined.
+    matrix = _columns(dual + kv_head * (D * D), tl.program_id(2) * COLUMNS, D, WIDE, COLUMNS)
+    await_last(OVERLAP)
     x = tl.load(mixed + row.to(tl.int64)[:, None] * D + e[None, :], mask=inside[:, None] & (e < D)[None, :], other=0.0)
-    back = _back(x, dual + kv_head * (D * D), tl.program_id(2) * COLUMNS, D, WIDE, COLUMNS)
+    back = _back(x, matrix)
     if CENTRED:
         share = tl.load(mass + row, mask=inside, other=0.0)
         back += share[:, None] * tl.load(nu + kv_head * D + c, mask=c < D, other=0.0)[None, :]
@@ -368,13 +408,14 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     for d in (64, 80, 96, 128, 256):
         wide = power_of_two(d)
         for rows, group, plain in ((32, 8, True), (512, 5, False), (1024, 4, False)):
-            items, columns = mix_shape(rows, d)
+            items, columns = mix_shape(rows, d, 12)
             constants = {"D": d, "COLUMNS": columns, "ITEMS": items, "SINKS": not plain, "SHIFTED": not plain}
+            constants["OVERLAP"] = True
             found.append((f"merge-mix-{d}-items{items}", _mix, mix_types, constants, {"num_warps": 1}))
             folded = mix_types | {"mixed": "*bf16"}
             found.append((f"merge-mix-{d}-items{items}-folded", _mix, folded, constants, {"num_warps": 1}))
-            tile = {"GROUP": group, "D": d, "WIDE": wide, "CENTRED": not plain}
-            cut = {"ROWS": ROTATE_ROWS, "COLUMNS": min(wide, ROTATE_COLUMNS)}
+            tile = {"GROUP": group, "D": d, "WIDE": wide, "CENTRED": not plain, "OVERLAP": True}
+            cut = {"ROWS": ROTATE_ROWS, "COLUMNS": rotate_columns(rows, d, 2)}
             found.append(
                 (f"merge-rotate-{d}-group{group}", _rotate, rotate_types, tile | cut, {"num_warps": ROTATE_WARPS})
             )

@@ -30,6 +30,7 @@ from kvcq.spec.plan import Windows
 MAX_BATCH = 4096
 SPAN_FIELDS = 8
 ITEM_FIELDS = 4
+LEAD_FIELDS = 4
 UNLIMITED = 1 << 30
 
 MIN_REQUESTS = 16
@@ -57,6 +58,9 @@ class Plan:
             first. Kind 0, coded: token positions, multiples of 64; what lies outside coded_lo .. coded_hi - 1 is not
             the item's. Kind 1, exact: row x of the request's exact rows is position sink_lo + x for x < sink_n, else
             recent_lo + x - sink_n. Unused items are all zeros: start = stop.
+        leads: int32 ``[items, 4]``: what an item's first loads need, so that they wait for one load less. Coded: the
+            physical pages of its first four tiles, zeros behind its last one. Exact: sink_lo, sink_n, recent_lo, slot
+            of its request.
         parts: Most coded items; more where there are more requests.
         exact_rows: Rows of an exact item.
         windows: S and W, the largest that fit.
@@ -67,6 +71,7 @@ class Plan:
     spans: Tensor
     first: Tensor
     items: Tensor
+    leads: Tensor
     parts: int
     exact_rows: int
     windows: Windows
@@ -91,15 +96,17 @@ class Plan:
             raise ValueError(f"{max_batch} requests: a plan has 1 to {MAX_BATCH}")
         if parts < 1 or exact_rows < 1:
             raise ValueError(f"{parts} parts of a plan and {exact_rows} exact rows an item must be positive")
-        spans, first, items = (
+        size = max_items(max_batch, parts, exact_rows, windows)
+        spans, first, items, leads = (
             torch.zeros(shape, dtype=torch.int32, device=device)
             for shape in (
                 (max_batch, SPAN_FIELDS),
                 (max_batch + 1,),
-                (max_items(max_batch, parts, exact_rows, windows), ITEM_FIELDS),
+                (size, ITEM_FIELDS),
+                (size, LEAD_FIELDS),
             )
         )
-        return cls(spans, first, items, parts, exact_rows, windows)
+        return cls(spans, first, items, leads, parts, exact_rows, windows)
 
     @property
     def max_batch(self) -> int:
@@ -115,7 +122,7 @@ class Plan:
         """Fill the plan from the lengths of this step: one launch, no host sync.
 
         Args:
-            requests: The batch.
+            requests: The batch, with the page table that decode will have: items keep their first pages.
             windows: S and W, together at most those reserved.
             window: L, None without a sliding window.
 
@@ -133,14 +140,19 @@ class Plan:
             raise ValueError(f"a sliding window of {window} tokens")
         for name in ("lengths", "slots", "exact_from"):
             check_tensor(name, getattr(requests, name), (batch,), torch.int32, device)
+        check_tensor("page_table", requests.page_table, (batch, None), torch.int32, device, contiguous=False)
         block, step = _blocks(batch)
         _plan[(triton.cdiv(max(self.size, batch + 1), step),)](
             requests.lengths,
             requests.exact_from,
             requests.slots,
+            requests.page_table,
             self.spans,
             self.first,
             self.items,
+            self.leads,
+            requests.page_table.stride(0),
+            requests.page_table.shape[1],
             batch,
             self.size,
             windows.sink,
@@ -183,6 +195,13 @@ class Partials:
         }
         return cls(**parts, mass=torch.zeros(plan.max_batch, q_heads, dtype=torch.float32, device=device))
 
+    def narrowed(self, plan: Plan) -> Partials | None:
+        """Return the same memory as the workspace of another plan, None where it has too little room for that one."""
+        items, rows = plan.size, plan.max_batch
+        if items > self.o.shape[0] or rows > self.mass.shape[0]:
+            return None
+        return Partials(self.o[:items], self.ml[:items], self.mixed[:rows], self.mass[:rows])
+
 
 def _blocks(batch: int) -> tuple[int, int]:
     """Return the requests, a power of two, and the items of a program."""
@@ -209,15 +228,19 @@ def _pages(lo, hi):
 
 
 @triton.jit(
-    do_not_specialize=["batch", "size", "sink", "recent", "window", "parts", "exact_rows"],
+    do_not_specialize=["stride", "columns", "batch", "size", "sink", "recent", "window", "parts", "exact_rows"],
 )
 def _plan(
     lengths,
     exact_from,
     slots,
+    table,
     spans,
     first,
     items,
+    leads,
+    stride,
+    columns,
     batch,
     size,
     sink,
@@ -261,7 +284,7 @@ def _plan(
     valid = item < used
     own_n = tl.load(lengths + owner, mask=valid, other=0)
     own_since = tl.load(exact_from + owner, mask=valid, other=0)
-    lo, hi, _, own_sinks, _, own_recent = _ranges(own_n, own_since, sink, recent, window)
+    lo, hi, own_sink_lo, own_sinks, own_recent_lo, own_recent = _ranges(own_n, own_since, sink, recent, window)
     rows = own_sinks + own_recent
     exact = tl.cdiv(rows, exact_rows)
     is_exact = place < exact
@@ -279,12 +302,20 @@ def _plan(
     tl.store(out + 1, tl.where(valid & is_exact, 1, 0), mask=held)
     tl.store(out + 2, tl.where(valid, start, 0), mask=held)
     tl.store(out + 3, tl.where(valid, stop, 0), mask=held)
+    own_slot = tl.load(slots + owner, mask=valid & is_exact, other=0)
+    out = leads + item * 4
+    for tile in tl.static_range(4):
+        at = page + tile
+        physical = table + owner.to(tl.int64) * stride + at
+        lead = tl.load(physical, mask=valid & ~is_exact & (tile < taken) & (at < columns), other=0)
+        own = (own_sink_lo, own_sinks, own_recent_lo, own_slot)[tile]
+        tl.store(out + tile, tl.where(valid & is_exact, own, lead), mask=held)
 
 
 def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
     """Return what is compiled for a device: name, function, signature, constants, options."""
-    pointers = ("lengths", "exact_from", "slots", "spans", "first", "items")
-    numbers = ("batch", "size", "sink", "recent", "window", "parts", "exact_rows")
+    pointers = ("lengths", "exact_from", "slots", "table", "spans", "first", "items", "leads")
+    numbers = ("stride", "columns", "batch", "size", "sink", "recent", "window", "parts", "exact_rows")
     signature = dict.fromkeys(pointers, "*i32") | dict.fromkeys(numbers, "i32")
     found = []
     for batch in (1, 256, MAX_BATCH):

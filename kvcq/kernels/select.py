@@ -3,11 +3,13 @@
 Measured on an H200 (132 multiprocessors, 32 query and 8 KV heads of 128 channels, windows 64 + 256, merge included,
 microseconds a layer)::
 
-    batch, context      CUDA INT2   Triton INT2   CUDA VQ   Triton VQ
-    1, 100000                  25            32        32          54
-    32, 8192                   61            74         -         140
-    32, 32768                 175           198       231         448
-    128, 8192                 197           221         -         476
+    batch, context      CUDA INT2   Triton INT2
+    1, 8192                  10.6          12.8
+    1, 100000                24            30
+    8, 32768                 49.6          60
+    32, 8192                 58            69
+    32, 32768               174           203
+    128, 8192               197           223
 
 The CUDA kernels are the faster ones wherever they exist, so what decides is whether they can run.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcq.kernels.cuda.compile import Shape, Variant, missing, unserved
 from kvcq.spec.plan import Windows
@@ -40,21 +42,28 @@ SHARED_BYTES = 232_448
 # The driver keeps this much of a multiprocessor's shared memory for each block.
 RESERVED_SHARED = 1024
 
+PAGE = 64
+
 # Four blocks of four warps fill the registers of a multiprocessor at 128 a thread; wide heads of large groups need
 # 168, and with a softcap more than that.
 FULL, WIDE, WIDE_CAPPED = Shape(4, 4), Shape(4, 3), Shape(4, 2)
 WIDE_GROUP, WIDE_HEAD = 5, 128
 
-# Rows of an exact item: all of the default windows, so that a request's windows are one block a KV head.
-CUDA_EXACT_ROWS = 320
+# Rows of an exact item, by the smallest batch that they are for. From five requests on, the default windows of one are
+# a single block a KV head; coded items of few requests are short, and such a block would end long after them.
+CUDA_EXACT_ROWS = ((5, 320), (3, 160), (1, 80))
 
-# Requests from which a step is cut into several rounds of blocks, and the rounds: below, one round whose blocks all
-# start at once costs least; above, whole requests a block would leave multiprocessors idle at the end.
-ROUNDS_BATCH, ROUNDS = 12, 4
+# Coded items of a request are about this often the root of its pages, so that neither the start of many items nor the
+# end of long ones costs much; they are rounded up to whole rounds of blocks. Longer contexts than this may be reserved
+# for without ever coming: they count as this.
+ITEMS_OF_ROOT, COUNTED_CONTEXT = 0.3, 32_768
 
-# Programs of one warp a multiprocessor and exact rows of an item, by the smallest batch that they are for. Sixteen
-# warps run at once: larger batches are cut into several rounds, which even out at the end.
-TRITON_CUTS = ((32, 64, 160), (5, 32, 160), (1, 16, 32))
+# Programs of one warp a multiprocessor and exact rows of an item, by the smallest batch and the fewest pages of all
+# requests that they are for. Sixteen warps run at once: more work is cut into more rounds, which even out at the end.
+TRITON_CUTS = ((128, 0, 64, 160), (32, 6144, 48, 160), (32, 0, 24, 160), (5, 0, 32, 160), (1, 0, 16, 32))
+
+# Vector codes in Triton wait for look-ups: more rounds at once.
+TRITON_WORDS_BATCH, TRITON_WORDS_CUT = 32, (64, 160)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class Choice:
     backend: Backend
     reason: str
     parts: int = 1
-    exact_rows: int = CUDA_EXACT_ROWS
+    exact_rows: int = CUDA_EXACT_ROWS[0][1]
     shape: Shape | None = None
 
 
@@ -120,6 +129,7 @@ def choose(
     group: int,
     *,
     batch: int = 1,
+    context: int = COUNTED_CONTEXT,
     windows: Windows | None = None,
     dtype: str = "bfloat16",
     without: str | None = "",
@@ -132,6 +142,7 @@ def choose(
         tables: The layer.
         group: Query heads of a KV head.
         batch: Requests of a step, about.
+        context: Tokens of the longest request, about.
         windows: S and W, None: the defaults.
         dtype: Served dtype.
         without: Why `cuda.core` cannot be used, None where it can; "": look.
@@ -139,7 +150,8 @@ def choose(
     """
     layer = Layer(tables.k.d, tables.v.d, tables.heads, group, tables.vq, tables.words)
     reason = missing() if without == "" else without
-    return choose_layer(limits or Limits(capability), layer, reason, batch=batch, windows=windows, dtype=dtype)
+    work: dict[str, Any] = {"batch": batch, "context": context, "windows": windows, "dtype": dtype}
+    return choose_layer(limits or Limits(capability), layer, reason, **work)
 
 
 def choose_layer(
@@ -148,6 +160,7 @@ def choose_layer(
     without: str | None,
     *,
     batch: int = 1,
+    context: int = COUNTED_CONTEXT,
     windows: Windows | None = None,
     dtype: str = "bfloat16",
 ) -> Choice:
@@ -158,6 +171,7 @@ def choose_layer(
         layer: What is decoded.
         without: Why `cuda.core` cannot be used, None where it can.
         batch: Requests of a step, about.
+        context: Tokens of the longest request, about.
         windows: S and W, None: the defaults.
         dtype: Served dtype.
     """
@@ -181,14 +195,18 @@ def choose_layer(
         need += Variant(layer.d_k, layer.group, layer.vq, False, shape).shared_bytes
         if need > limits.shared_bytes:
             refused = f"{need} bytes of shared memory a block: this device has {limits.shared_bytes}"
+    windows = windows or Windows()
+    pages = coded_pages(context, windows)
     if refused is not None:
-        _, warps, rows = next(cut for cut in TRITON_CUTS if batch >= cut[0])
+        warps, rows = triton_cut(layer.vq, batch, batch * pages)
         parts = max(limits.multiprocessors * warps // layer.heads, 1)
         return Choice("triton", refused, parts=parts, exact_rows=rows)
     blocks = min(shape.blocks, (limits.shared_bytes + RESERVED_SHARED) // need)
-    parts = cuda_parts(limits.multiprocessors * blocks // layer.heads, batch, windows or Windows())
+    rows = next(rows for least, rows in CUDA_EXACT_ROWS if batch >= least)
+    exact = -(-(windows.sink + windows.recent) // rows)
+    parts = cuda_parts(limits.multiprocessors * blocks // layer.heads, batch, pages, exact)
     why = "vector codes: the codebook lies in shared memory" if layer.vq else "2-bit codes: measured faster than Triton"
-    return Choice("cuda", why, parts=parts, exact_rows=CUDA_EXACT_ROWS, shape=shape)
+    return Choice("cuda", why, parts=parts, exact_rows=rows, shape=shape)
 
 
 def launch_shape(head_dim: int, group: int, softcap: bool) -> Shape:
@@ -198,24 +216,48 @@ def launch_shape(head_dim: int, group: int, softcap: bool) -> Shape:
     return WIDE_CAPPED if softcap else WIDE
 
 
-def cuda_parts(slots: int, batch: int, windows: Windows) -> int:
-    """Return the coded items of a plan: what fills the blocks that run at once, beside the windows of each request.
+def coded_pages(context: int, windows: Windows) -> int:
+    """Return the coded pages of a request of so many tokens, of `COUNTED_CONTEXT` at most."""
+    return max(-(-(min(context, COUNTED_CONTEXT) - windows.sink - windows.recent) // PAGE), 1)
+
+
+def triton_cut(vq: bool, batch: int, pages: int) -> tuple[int, int]:
+    """Return programs a multiprocessor and exact rows of an item.
+
+    Args:
+        vq: Keys are in vector codes.
+        batch: Requests.
+        pages: Coded pages of all of them.
+    """
+    if vq and batch >= TRITON_WORDS_BATCH:
+        return TRITON_WORDS_CUT
+    return next((warps, rows) for least, fewest, warps, rows in TRITON_CUTS if batch >= least and pages >= fewest)
+
+
+def cuda_parts(slots: int, batch: int, pages: int, exact: int) -> int:
+    """Return the coded items of a plan: with the exact ones they fill whole rounds of the blocks that run at once.
 
     Args:
         slots: Blocks of one KV head that run at once.
         batch: Requests.
-        windows: S and W.
+        pages: Coded pages of a request.
+        exact: Exact items of a request.
     """
-    if batch > ROUNDS_BATCH:
-        return max(ROUNDS * slots, 1)
-    exact = batch * -(-(windows.sink + windows.recent) // CUDA_EXACT_ROWS)
-    return max(slots - exact, 2 * batch, 1)
+    wanted = batch * (max(round(ITEMS_OF_ROOT * pages**0.5), 1) + exact)
+    rounds = -(-wanted // max(slots, 1))
+    return max(rounds * slots - batch * exact, 1)
 
 
 def describe(limits: Limits, without: str | None) -> Sequence[tuple[str, str]]:
-    """Return one row a codec for ``kvcq env``: what decodes it on this device, and why."""
+    """Return two rows a codec for ``kvcq env``: what decodes and writes it on this device, and why.
+
+    The layer has 128 channels and one scale a row; CUDA writes that where it compiles, see `write.chosen_sides`.
+    """
     rows = []
-    for name, vq in (("INT2 decode", False), ("VQ decode", True)):
+    for name, vq in (("INT2", False), ("VQ", True)):
         choice = choose_layer(limits, Layer(128, 128, 8, 4, vq), without)
-        rows.append((name, choice.reason if choice.backend == "torch" else f"{choice.backend} ({choice.reason})"))
+        write = f"triton ({without})" if without else "cuda (128 channels, one scale: measured faster than Triton)"
+        served = choice.backend != "torch"
+        rows.append((f"{name} decode", f"{choice.backend} ({choice.reason})" if served else choice.reason))
+        rows.append((f"{name} write", write if served else choice.reason))
     return rows

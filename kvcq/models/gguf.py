@@ -109,7 +109,7 @@ def _convert(gguf_path: Path, folder: Path, header: GgufHeader) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = "bfloat16"
-    # As `save_pretrained` of a model does; servers pick their own code by this name.
+    # Engines other than the library find the model's class by this name.
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

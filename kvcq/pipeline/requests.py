@@ -337,15 +337,15 @@ class BenchRequest(Request):
 
     Attributes:
         shapes: Decode shapes ``BATCHxCONTEXT[@D[:Q/KV]]``, e.g. ``32x32k``; none: the default ones.
-        ops: Of ``decode``, ``write``, ``extend``.
-        codecs: Of ``int2``, ``vq``, ``int2x4`` (four scales a row).
+        ops: Of ``check`` (ragged batches of all codecs), ``decode``, ``write``, ``extend``.
+        codecs: Of ``int2``, ``vq``, and ``int2x4``, ``vqx4`` (four scales a row): what is timed.
         peers: Foreign kernels, ``NAME=FILE.py`` with ``prepare(shape)``.
         repeats: Replays of each timing; the median counts.
         out: JSON file that receives every figure.
     """
 
     shapes: tuple[str, ...] = ()
-    ops: tuple[str, ...] = ("decode", "write", "extend")
+    ops: tuple[str, ...] = ("check", "decode", "write", "extend")
     codecs: tuple[str, ...] = ("int2", "vq")
     peers: tuple[str, ...] = ()
     repeats: int = 10

@@ -11,6 +11,7 @@ from kvcq.errors import InputError
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.ready import Ready
 from kvcq.pipeline.sglang.arguments import build_command, read_given
+from kvcq.pipeline.sglang.early import check_early
 from kvcq.pipeline.sglang.machine import Machine, check_gpus, this_machine
 from kvcq.pipeline.sglang.memory import plan_memory
 from kvcq.pipeline.sglang.request import SglangRequest
@@ -56,13 +57,15 @@ def serve_sglang(
     machine = machine or this_machine()
     ranks = given.number("tp_size", 1)
     check_gpus(machine, ranks)
+    smallest = min(machine.gpus[:ranks], key=lambda gpu: gpu.memory)
+    port = free_port(request.host, request.port)
+    check_early(request, given, bundle, smallest)
     reporter.stage("checking the model")
     # Here: libraries of models take seconds to load, and what is refused above does not need them.
     from kvcq.pipeline.sglang.model import open_outline
     from kvcq.pipeline.sglang.running import Served, run
 
     outline = open_outline(request, given, bundle, reporter)
-    port = free_port(request.host, request.port)
     command = build_command(request, given, outline.location, port, _settings(request, bundle).plain())
     # The last word is the plugin's, in the server, with every flag as SGLang has resolved it.
     refuse(
@@ -73,7 +76,6 @@ def serve_sglang(
             plan=bundle.manifest.plan,
         )
     )
-    smallest = min(machine.gpus[:ranks], key=lambda gpu: gpu.memory)
     memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes)
     reporter.note(memory.line())
     return run(Served(request, bundle, outline, machine, memory, canary), command, port, given.key, on_ready, reporter)

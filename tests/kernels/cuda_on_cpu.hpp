@@ -1,4 +1,4 @@
-// Enough of CUDA to run rows.cuh, write_keys.cu and write_uniform.cu on a CPU: threads of a block are fibers, which hand
+// Enough of CUDA to run the sources of write on a CPU: threads of a block are fibers, which hand
 // over where a warp or the block meets. Matrix products are summed in double and rounded once.
 
 #include <ucontext.h>

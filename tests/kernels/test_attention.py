@@ -92,6 +92,27 @@ def test_what_does_not_fit_is_refused(device: torch.device, dtype: torch.dtype) 
         decoder.decode(case.tables, case.cache, case.requests, case.q, case.q, scaling=1.0)
 
 
+def test_a_step_that_was_not_planned_is_refused(device: torch.device, dtype: torch.dtype) -> None:
+    case = build_case("int2", (70, 9), device=device, dtype=dtype)
+    decoder, arrays = reserved(case, 6), (case.tables, case.cache, case.requests, case.q.contiguous(), case.q)
+    with pytest.raises(ValueError, match="a step of 2 requests: the work list is of 0"):
+        decoder.decode(*arrays, scaling=1.0)
+    decoder.plan(build_case("int2", (70, 9, 1), device=device, dtype=dtype).requests)
+    with pytest.raises(ValueError, match="a step of 2 requests: the work list is of 3"):
+        decoder.decode(*arrays, scaling=1.0)
+
+
+@pytest.mark.parametrize("kind", ["centred", "vq"])
+def test_centred_keys_ask_for_what_logits_lack(kind: str, device: torch.device, dtype: torch.dtype) -> None:
+    case = build_case(kind, (70,), device=device, dtype=dtype)
+    sinks = torch.zeros(case.q.shape[1], device=device)
+    for arguments, said in (({"softcap": 9.0}, "a softcap of 9"), ({"sinks": sinks}, "learned sinks")):
+        with pytest.raises(ValueError, match=f"{said} over keys that are centred"):
+            error_of(case, reserved(case), offset=None, **arguments)
+    # Without them a mean shifts all logits of a query alike.
+    assert error_of(case, reserved(case), offset=None) < (2e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA launcher's refusals, where there is no CUDA")
 def test_the_cuda_launcher_refuses_before_it_launches(dtype: torch.dtype) -> None:
     case = build_case("int2", (70,), dtype=dtype)

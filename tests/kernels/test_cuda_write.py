@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kvcq.codecs.codebook import nearest
 from kvcq.errors import UnsupportedError
+from kvcq.kernels import write as writing
 from kvcq.kernels.arrays import Tables
 from kvcq.kernels.cuda.compile import DEFAULT_SHARED, HEAD_DIMS, RowsVariant, source
 from kvcq.kernels.cuda.fragments import map_fragments, search_fragments, word_terms
 from kvcq.kernels.cuda.write import choose_rows, device_unserved, keys_unserved, uniform_unserved
-from kvcq.kernels.select import Limits
-from kvcq.kernels.write import choose_launch, cuda_sides
+from kvcq.kernels.select import Limits, describe
+from kvcq.kernels.write import choose_launch, cuda_sides, writers
 from tests.kernels.build import build_case
 from tests.kernels.test_cuda_compile import REGISTERS, WARP, compiled, needs_nvrtc
 
@@ -48,7 +49,7 @@ def test_the_sources_need_no_other_file_and_little_shared_memory(variant: RowsVa
 
 
 def test_the_source_knows_how_much_shared_memory_it_has() -> None:
-    text = source(("rows.cuh", "write_keys.cu"))
+    text = source(("rows.cuh", "uniform.cuh", "write_keys.cu"))
     assert "TILE_WORDS = 132;" in text and "STAGES = 3;" in text
     alone = choose_rows("write_keys", 128, 8192, 8, 132)[0]
     assert alone.shared_bytes == 4 * 16 * 132 * 4 + 3 * (256 + 64) * 16
@@ -120,7 +121,7 @@ def test_the_word_nearest_to_zero_scores_zero_and_others_less_at_zero() -> None:
 def test_long_prompts_have_warps_of_their_own() -> None:
     for entry in ENTRIES:
         assert choose_rows(entry, 128, 8192, 8, 132)[0].team == 1
-    for tokens, parts in ((1, 4), (128, 4), (512, 2), (2048, 1)):
+    for tokens, parts in ((1, 4), (128, 4), (512, 2), (1024, 1)):
         variant, found = choose_rows("write_keys", 128, tokens, 8, 132)
         assert (variant.team, found) == (8, parts)
         assert choose_rows("write_uniform", 128, tokens, 8, 132) == (
@@ -150,6 +151,50 @@ def test_what_cuda_writes(kind: str, d_k: int, d_v: int, wanted: tuple[bool, boo
     tables = build_case(kind, [1], d_k=d_k, d_v=d_v, dtype=torch.float16, device=torch.device("cpu"), fill=False).tables
     assert cuda_sides(tables, torch.bfloat16, HOPPER) == wanted
     assert cuda_sides(tables, torch.float16, HOPPER) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("int2", "cuda"), ("vq", "cuda"), ("vq_groups", "cuda (keys) and triton (values)"), ("groups", "triton")],
+)
+def test_the_layer_its_dtype_and_the_device_say_who_writes(
+    kind: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = build_case(kind, [1], d_k=128, dtype=torch.float16, device=torch.device("cpu"), fill=False).tables
+    here = torch.device("cpu")
+    assert writers(tables, torch.bfloat16, here) == "triton"
+    monkeypatch.setattr(writing, "_limits", lambda device: HOPPER)
+    monkeypatch.setattr(writing, "_without_cuda", lambda: None)
+    assert writers(tables, torch.bfloat16, here) == wanted
+    assert writers(tables, torch.float16, here) == "triton"
+    # What `kvcq env` says of layers like these.
+    if not kind.endswith("groups"):
+        told = dict(describe(HOPPER, None))["VQ write" if tables.vq else "INT2 write"]
+        assert told.startswith(f"{wanted} (")
+    monkeypatch.setattr(writing, "_without_cuda", lambda: "cuda.core is not installed")
+    assert writers(tables, torch.bfloat16, here) == "triton"
+
+
+def test_where_nobody_says_who_writes_each_side_goes_to_whom_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    case = build_case("vq", [2], d_k=64, dtype=torch.float16, device=torch.device("cpu"), fill=False)
+    options: dict[str, Any] = {
+        "slots": torch.full((2,), -1),
+        "positions": torch.zeros(2, dtype=torch.int32),
+        "requests": torch.zeros(2, dtype=torch.int32),
+        "batch": case.requests,
+        "rows": None,
+        "windows": True,
+        "clamped": torch.zeros(1, dtype=torch.int64),
+    }
+    monkeypatch.setattr(writing, "write_rows", lambda *_, values: launched.append("both" if values else "keys"))
+    monkeypatch.setattr(writing, "chosen_sides", lambda *_: (True, True))
+    writing.write(case.tables, case.cache, case.k[0], case.v[0], **options)
+    assert launched == ["both"]
+    with pytest.raises(UnsupportedError, match="no CUDA kernel writes this layer"):
+        writing.write(case.tables, case.cache, case.k[0], case.v[0], **options, backend="cuda")
+    writing.write(case.tables, case.cache, case.k[0], case.v[0], **options, backend="triton")
+    assert launched == ["both"]
 
 
 def test_what_is_not_served_is_named() -> None:

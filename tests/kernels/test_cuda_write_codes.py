@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcq.kernels.arrays import LayerCache
 from kvcq.kernels.cuda import write as cuda
 from kvcq.kernels.cuda.compile import RowsVariant
-from kvcq.kernels.cuda.write import Tokens, write_keys, write_uniform
+from kvcq.kernels.cuda.write import Tokens, write_rows, write_uniform
 from kvcq.kernels.reference import cache_views, encode_rows, reference_rows, reference_write
 from kvcq.kernels.select import Limits
 from tests.kernels.build import Case, build_case, relative_error
@@ -72,9 +72,7 @@ def copy_of(cache: LayerCache) -> LayerCache:
 
 def write(case: Case, cache: LayerCache, tokens: Tokens, limits: Limits, chosen: slice = slice(None)) -> None:
     k, v = case.k[0][chosen], case.v[0][chosen]
-    if case.tables.vq:
-        write_keys(case.tables, cache, k, tokens, limits)
-    write_uniform(case.tables, cache, k, v, tokens, limits, keys=not case.tables.vq)
+    write_rows(case.tables, cache, k, v, tokens, limits, values=True)
 
 
 def each(check: Callable[[str, int, Limits], None]) -> Callable[[str, int, Limits], None]:
@@ -140,6 +138,27 @@ def test_one_by_one_equals_bulk_whoever_shares_the_work(kind: str, d: int) -> No
             cache_views(case.tables, single.pages), cache_views(case.tables, alone.pages), strict=True
         ):
             assert torch.equal(one[page, :, place], many[page, :, place])
+
+
+def test_blocks_of_keys_and_values_take_turns_in_any_order() -> None:
+    case = case_of("vq", 290, 64)
+    turns = copy_of(case.cache)
+    write(case, case.cache, tokens_of(case), ALONE)
+    # Three tiles of two heads: four blocks of keys, four of values, the two that are left of either.
+    write(case, turns, tokens_of(case), Limits((9, 0), multiprocessors=2))
+    assert torch.equal(case.cache.pages, turns.pages)
+    assert not case.cache.pages.view(torch.uint8)[case.requests.page_table[0, :4].long()].eq(0xFF).all(-1).any()
+
+
+def test_keys_without_values() -> None:
+    case = case_of("vq", 40, 64)
+    alone, none = copy_of(case.cache), copy_of(case.cache)
+    write(case, case.cache, tokens_of(case), TEAMS)
+    write_rows(case.tables, alone, case.k[0], case.v[0], tokens_of(case), TEAMS, values=False)
+    keys, values, _ = cache_views(case.tables, alone.pages)
+    assert torch.equal(keys, cache_views(case.tables, case.cache.pages)[0])
+    assert torch.equal(values, cache_views(case.tables, none.pages)[1])
+    assert torch.equal(alone.ring_k.view(torch.int16), case.cache.ring_k.view(torch.int16))
 
 
 def test_rows_that_are_not_aligned() -> None:

@@ -134,7 +134,7 @@ def test_every_head_dim(kind: str, d_k: int, d_v: int, device: torch.device, dty
     assert relative_error(found, wanted) < bound_of(dtype)
 
 
-@pytest.mark.parametrize("keys", [16, 32, 128])
+@pytest.mark.parametrize("keys", [16, 32])
 @pytest.mark.parametrize("first", [0, 2, 5, 63, 64, 65, 191])
 def test_page_edges_and_tiles(keys: int, first: int, device: torch.device, dtype: torch.dtype) -> None:
     chunks = build_chunks("int2", [(first, 37)], dtype, device, heads=1, served=False, d_k=32)
@@ -212,11 +212,17 @@ def test_what_does_not_fit_is_refused_with_numbers(device: torch.device, dtype: 
         call(q=chunks.q.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match="1 rows of a program do not hold a group of 2"):
         call(launch=Launch(rows=1, keys=64, warps=4))
+    with pytest.raises(ValueError, match="128 keys is more than a page of 64"):
+        call(launch=Launch(rows=32, keys=128, warps=4))
     with pytest.raises(ValueError, match="window of 0"):
         call(window=0)
     for name in ("softcap", "scaling"):
         with pytest.raises(ValueError, match=f"a {name} of 0.0 is not positive"):
             call(**{name: 0.0})
+    centred = build_chunks("centred", [(70, 5)], dtype, device, d_k=32)
+    for changed in ({"softcap": 9.0}, {"sinks": torch.zeros(4, device=device)}):
+        with pytest.raises(ValueError, match="over keys that are centred"):
+            call(tables=centred.tables, cache=centred.cache, **changed)
     pages = torch.zeros(chunks.cache.pages.numel() + 1, dtype=torch.uint8, device=device)[1:]
     with pytest.raises(ValueError, match="not aligned to words"):
         call(cache=replace(chunks.cache, pages=pages.view(chunks.cache.pages.shape)))

@@ -81,7 +81,7 @@ def run(case: Case, plan: Plan, partial: Partials, **options: Any) -> Tensor:
 
 @pytest.fixture(params=["two launches", "one launch"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "JOINED_ROWS", 1 if request.param == "one launch" else 1 << 20)
+    monkeypatch.setattr(merging, "JOINED_ITEMS", 1 << 20 if request.param == "one launch" else 0)
 
 
 @pytest.mark.usefixtures("cut")
@@ -163,15 +163,15 @@ def test_float32_rows_are_exact(device: torch.device) -> None:
     assert relative_error(run(case, plan, partial), wanted) < LIMIT[torch.float32]
 
 
-@pytest.mark.parametrize("rows", [32, 512, 1024])
+@pytest.mark.parametrize(("rows", "share"), [(32, 150), (512, 150), (1024, 150), (1024, 2)])
 def test_every_cut_of_the_first_launch_gives_the_same(
-    rows: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, share: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for d_v in range(16, 257, 16):
-        items, columns = mix_shape(rows, d_v)
+        items, columns = mix_shape(rows, d_v, share)
         assert items >= 1 and columns >= 16 and items * columns <= 4096
     case, plan, partial = layer("centred", [9000, 1, 0], 2, 80, dtype, device, parts=150)
-    cut = mix_shape(rows, 80)
+    cut = mix_shape(rows, 80, share)
     monkeypatch.setattr(merging, "mix_shape", lambda *_: cut)
     assert int(plan.first[1]) > 140
     wanted = expected(case, plan, partial, None, None, None)

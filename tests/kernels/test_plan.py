@@ -17,12 +17,19 @@ from kvcq.spec.plan import Windows
 lengths_ragged = st.one_of(st.integers(0, 100_000), st.integers(0, 400), st.sampled_from([0, 1, 63, 64, 65, 8192]))
 
 
-def batch_of(lengths: list[int], exact_from: list[int], device: torch.device) -> Requests:
+REQUEST_PAGES = 10_007
+
+
+def batch_of(lengths: list[int], exact_from: list[int], device: torch.device, longest: int = 0) -> Requests:
+    """Page t of request b is ``REQUEST_PAGES b + t``."""
+
     def column(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     slots = [7 * b % 5 for b in range(len(lengths))]
-    return Requests(column([0] * len(lengths))[:, None], column(slots), column(lengths), column(exact_from))
+    pages = torch.arange(max(-(-max(*lengths, longest) // 64), 1), dtype=torch.int32, device=device)
+    own = torch.arange(len(lengths), dtype=torch.int32, device=device) * REQUEST_PAGES
+    return Requests(own[:, None] + pages, column(slots), column(lengths), column(exact_from))
 
 
 def planned(
@@ -37,6 +44,7 @@ def planned(
 ) -> Plan:
     plan = Plan.reserve(len(lengths) + spare, parts=parts, exact_rows=exact_rows, windows=windows, device=device)
     plan.items.fill_(-1)
+    plan.leads.fill_(-1)
     plan.update(batch_of(lengths, exact_from, device), windows, window)
     return plan
 
@@ -44,6 +52,7 @@ def planned(
 def check(plan: Plan, lengths: list[int], exact_from: list[int], windows: Windows, window: int | None) -> None:
     """The law: positions of a request in plain Python ranges, against what its items cover."""
     first, items, spans = plan.first.tolist(), plan.items.tolist(), plan.spans.tolist()
+    leads = plan.leads.tolist()
     assert first[0] == 0
     coded_items, chunks = 0, []
     for b, n in enumerate(lengths):
@@ -64,6 +73,9 @@ def check(plan: Plan, lengths: list[int], exact_from: list[int], windows: Window
             assert start == row and 0 < stop - start <= plan.exact_rows
             row = stop
         assert row == sink_n + recent_n
+        for (_, kind, start, stop), lead in zip(own, leads[first[b] : first[b + 1]], strict=True):
+            tiles = [REQUEST_PAGES * b + tile for tile in range(start // 64, stop // 64)]
+            assert lead == ([sink_lo, sink_n, recent_lo, slot] if kind else [*tiles, 0, 0, 0][:4])
         pages = [(start, stop) for _, kind, start, stop in own if kind == 0]
         assert bool(pages) == (coded_hi > coded_lo)
         if pages:
@@ -79,7 +91,7 @@ def check(plan: Plan, lengths: list[int], exact_from: list[int], windows: Window
     assert all(max(sizes) <= limit and max(sizes) - min(sizes) <= 1 for sizes in chunks)
     assert all(len(sizes) == -(-sum(sizes) // limit) for sizes in chunks)
     assert used <= len(items)
-    assert all(item == [0, 0, 0, 0] for item in items[used:])
+    assert all(item == [0, 0, 0, 0] for item in items[used:] + leads[used:])
 
 
 @given(
@@ -127,7 +139,7 @@ def test_smaller_steps_leave_nothing_of_larger_ones(device: torch.device) -> Non
 def test_a_captured_update_follows_the_lengths(device: torch.device) -> None:
     windows = Windows(sink=64, recent=256)
     plan = Plan.reserve(3, parts=50, exact_rows=64, windows=windows, device=device)
-    requests = batch_of([100, 7000, 0], [0, 0, 0], device)
+    requests = batch_of([100, 7000, 0], [0, 0, 0], device, longest=90_000)
     plan.update(requests, windows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -151,6 +163,18 @@ def test_partials_have_room_for_every_item(device: torch.device) -> None:
     partials = Partials.reserve(plan, 12, 80)
     assert plan.size == max_items(3, 8, 64, windows) == 8 + 3 * 5
     assert partials.o.shape == (plan.size, 12, 80) and partials.ml.shape == (plan.size, 12, 2)
+
+
+def test_partials_of_a_smaller_plan_are_the_same_memory(device: torch.device) -> None:
+    windows = Windows(sink=64, recent=256)
+    plans = [Plan.reserve(batch, parts=8, exact_rows=64, windows=windows, device=device) for batch in (3, 1)]
+    partials = Partials.reserve(plans[0], 12, 80)
+    part = partials.narrowed(plans[1])
+    assert part is not None
+    for name in ("o", "ml", "mixed", "mass"):
+        mine, whole, own = (getattr(of, name) for of in (part, partials, Partials.reserve(plans[1], 12, 80)))
+        assert mine.data_ptr() == whole.data_ptr() and mine.is_contiguous() and mine.shape == own.shape
+    assert part.narrowed(plans[0]) is None
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from kvcq.kernels.arrays import Tables
 from kvcq.kernels.select import (
-    CUDA_EXACT_ROWS,
     Choice,
     Layer,
     Limits,
@@ -91,26 +90,44 @@ def test_too_little_shared_memory_is_refused_with_numbers() -> None:
     assert "34816 bytes of shared memory a block: this device has 16384" in choice.reason
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 12])
-def test_few_requests_fill_one_round_of_blocks(batch: int) -> None:
-    choice = chosen(batch=batch)
-    windows = -(-320 // CUDA_EXACT_ROWS)
-    assert choice.parts + batch * windows <= 132 * 4 // 8
-    assert choice.parts >= 2 * batch
+@pytest.mark.parametrize("context", [1, 500, 8192, 32768, 1 << 20])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 13, 32, 128, 1000])
+def test_items_fill_whole_rounds_of_blocks(batch: int, context: int) -> None:
+    choice = chosen(batch=batch, context=context)
+    items = choice.parts + batch * -(-320 // choice.exact_rows)
+    assert items % (132 * 4 // 8) == 0
+    assert choice.parts >= batch
 
 
-def test_many_requests_fill_whole_rounds() -> None:
-    assert chosen(batch=32).parts == 4 * 66
-    assert cuda_parts(1, 1, Windows(sink=0, recent=0)) == 2
+def test_cuts_as_measured() -> None:
+    shapes = ((8, 32768), (16, 32768), (32, 8192), (32, 32768), (64, 8192), (128, 8192))
+    rounds = [(chosen(batch=batch, context=context).parts + batch) / 66 for batch, context in shapes]
+    assert rounds == [1, 2, 2, 4, 4, 8]
+    triton = [chosen(batch=batch, context=context, without="x").parts / 16.5 for batch, context in shapes]
+    assert triton == [32, 32, 24, 48, 48, 64]
+    words = replace(QWEN, vq=True)
+    assert chosen(layer=words, batch=32, context=8192, without="x").parts == 64 * 16.5
+
+
+def test_few_requests_have_short_exact_items() -> None:
+    rows = [chosen(batch=batch).exact_rows for batch in (1, 2, 3, 4, 5, 64)]
+    assert rows == [80, 80, 160, 160, 320, 320]
+    assert all(-(-320 // found) * found == 256 + 64 for found in rows)
+
+
+def test_small_devices_and_large_windows_have_parts() -> None:
+    assert cuda_parts(1, 1, 1, 0) == 1
+    assert cuda_parts(0, 3, 10, 2) >= 1
     assert chosen(Limits((9, 0), 1)).parts >= 1
+    assert chosen(batch=4, windows=Windows(sink=64, recent=30_000)).parts >= 4
     assert chosen(layer=replace(QWEN, group=16), batch=1).parts < chosen(layer=replace(QWEN, group=16), batch=64).parts
 
 
 def test_blocks_are_counted_as_shared_memory_lets_them_run() -> None:
     small = Limits((8, 9), 128, 101_376)
     words = replace(QWEN, vq=True)
-    assert chosen(small, batch=64).parts == 4 * 128 * 4 // 8
-    assert chosen(small, words, batch=64).parts == 4 * 128 * 2 // 8
+    assert (chosen(small, batch=64).parts + 64) % (128 * 4 // 8) == 0
+    assert (chosen(small, words, batch=16).parts + 16) % (128 * 2 // 8) == 0
 
 
 def test_wide_heads_of_large_groups_run_fewer_blocks() -> None:
@@ -128,13 +145,11 @@ def test_from_the_constants_of_a_layer() -> None:
 
 
 def test_rows_of_env() -> None:
-    assert describe(Limits(None), None) == [
-        ("INT2 decode", "CPU: torch reference"),
-        ("VQ decode", "CPU: torch reference"),
-    ]
-    rows = dict(describe(H200, None))
-    assert rows["INT2 decode"].startswith("cuda (")
-    assert dict(describe(H200, "cuda.core is not installed"))["VQ decode"] == "triton (cuda.core is not installed)"
+    names = ["INT2 decode", "INT2 write", "VQ decode", "VQ write"]
+    assert describe(Limits(None), None) == [(name, "CPU: torch reference") for name in names]
+    assert all(row.startswith("cuda (") for _, row in describe(H200, None))
+    without = "triton (cuda.core is not installed)"
+    assert describe(H200, "cuda.core is not installed") == [(name, without) for name in names]
 
 
 def test_choosing_imports_neither_triton_nor_cuda() -> None:

@@ -66,9 +66,9 @@ def test_a_gguf_file_becomes_the_same_model_in_bfloat16(weights, tmp_path, capfd
     said = []
     loaded = load_model(str(weights), device="cpu", cache_dir=tmp_path, notify=said.append)
     assert loaded.source.label == "tiny.gguf"
+    assert loaded.model.config.architectures == ["LlamaForCausalLM"]
     assert any("converting" in line for line in said)
     # Servers pick their own code by this name.
-    assert loaded.model.config.architectures == ["LlamaForCausalLM"]
     rounded = tiny_model()
     for parameter in rounded.parameters():
         parameter.copy_(parameter.bfloat16().float())

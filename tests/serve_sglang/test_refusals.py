@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -21,10 +22,14 @@ from kvcq.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from kvcq.kernels import arrays
+from kvcq.models.source import resolve_source
 from kvcq.pipeline.serve_sglang import serve_sglang
+from kvcq.pipeline.sglang import early
 from kvcq.pipeline.sglang import machine as machines
+from kvcq.pipeline.sglang.early import check_kernels
 from kvcq.pipeline.sglang.machine import Gpu, Machine, check_gpus, cuda_devices, this_machine
-from kvcq.pipeline.sglang.model import check_kernels
+from kvcq.pipeline.sglang.stated import check_stated, stated_facts
 from tests.chain import python
 from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, Told, request_of
 from tests.tiny import save_tiny
@@ -55,7 +60,68 @@ def refused(tiny, monkeypatch):
 
 def test_another_model_is_refused(refused, tmp_path):
     other = save_tiny(tmp_path / "other", num_hidden_layers=3)
-    assert "fitted for another model: geometry differ" in refused(MismatchError, model=str(other))
+    line = refused(MismatchError, model=str(other))
+    assert "fitted for another model: num_hidden_layers is 3, that of the bundle 4 (other config.json)" in line
+
+
+def test_a_model_that_differs_where_its_library_must_look_is_refused(refused, tmp_path):
+    other = save_tiny(tmp_path / "other", attention_bias=True)
+    assert "fitted for another model: biases differ" in refused(MismatchError, model=str(other))
+
+
+def stated(tiny, tmp_path, change, overrides=None):
+    """Compare a folder that holds nothing but a configuration."""
+    config = json.loads((tiny.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in (config | change).items() if v is not None}))
+    check_stated(resolve_source(str(tmp_path)), overrides or {}, open_bundle(tiny.folder / "nova.kvcq"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, that of the bundle 4"),
+        ({"num_attention_heads": 8}, "num_attention_heads of layer 0 is 8, that of the bundle 4"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads of layer 0 is 4, that of the bundle 2"),
+        ({"head_dim": 16}, "head_dim of layer 0 is 16, that of the bundle 32"),
+        ({"hidden_size": 32}, "hidden_size is 32, that of the bundle 64"),
+        ({"vocab_size": 129}, "vocab_size is 129, that of the bundle 128"),
+        ({"max_position_embeddings": 1024}, "max_position_embeddings is 1024, that of the bundle 512"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_theta is 5.0, .* 10000.0"),
+        ({"rope_parameters": None, "rope_theta": 50}, "rope_theta is 50, that of the bundle 10000.0"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn', .* 'default'"),
+    ],
+)
+def test_numbers_that_a_configuration_states_are_compared(tiny, tmp_path, change, words):
+    with pytest.raises(MismatchError, match=words):
+        stated(tiny, tmp_path, change)
+    stated(tiny, tmp_path, {})
+    with pytest.raises(MismatchError, match=words):
+        stated(tiny, tmp_path, {}, change)
+
+
+def test_what_a_configuration_does_not_state_waits_for_its_library(tiny, tmp_path):
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    stated(tiny, tmp_path, dict.fromkeys((*names, "hidden_size", "rope_parameters", "max_position_embeddings")))
+    # One of the layers' own numbers may be that of the bundle.
+    stated(tiny, tmp_path, {"head_dim": 16, "global_head_dim": 32})
+    stated(tiny, tmp_path, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}})
+    inner = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    stated(tiny, tmp_path, {"num_hidden_layers": None, "num_attention_heads": None, "text_config": inner})
+    with pytest.raises(MismatchError, match="num_hidden_layers is 7"):
+        stated(tiny, tmp_path, {"text_config": {"num_hidden_layers": 7}})
+    # A type of models may switch a window off, or have heads of another size, by itself.
+    config = json.loads((tiny.model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 64, "global_head_dim": 64}))
+    assert stated_facts(resolve_source(str(tmp_path)), {}).traits == frozenset()
+    bundle = open_bundle(tiny.folder / "nova.kvcq")
+    for text in ("", "[]", "{"):
+        (tmp_path / "config.json").write_text(text)
+        check_stated(resolve_source(str(tmp_path)), {}, bundle)
+        assert stated_facts(resolve_source(str(tmp_path)), {}) is None
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "layer_types": 3, "hidden_size": "x"}')
+    assert stated_facts(resolve_source(str(tmp_path)), {}) is None
+    check_stated(resolve_source("some/model"), {}, bundle)
+    assert stated_facts(resolve_source("some/model"), {}) is None
 
 
 def test_other_weights_are_refused_if_strict(refused, tmp_path):
@@ -65,7 +131,7 @@ def test_other_weights_are_refused_if_strict(refused, tmp_path):
 
 def test_rope_overrides_are_refused(refused):
     text = '{"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}'
-    assert "geometry differ" in refused(MismatchError, "--json-model-override-args", text)
+    assert "rope_theta is 5.0" in refused(MismatchError, "--json-model-override-args", text)
 
 
 def test_a_damaged_bundle_is_refused(refused, tiny, tmp_path):
@@ -99,8 +165,8 @@ def test_flags_that_pages_do_not_support_are_refused(refused, arguments, words):
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(refused):
-    four = Machine("0.5.15.post1", (H200,) * 4)
-    assert "--tp-size 1 or 2" in refused(InputError, "--tp-size", "4", machine=four)
+    three = Machine("0.5.15.post1", (H200,) * 3)
+    assert "--tp-size 1 or 2 or 4" in refused(InputError, "--tp-size", "3", machine=three)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +178,19 @@ def test_ranks_that_cannot_share_the_heads_are_refused(refused):
     ],
 )
 def test_heads_without_a_kernel_are_refused(tiny, change, words):
+    assert early.MAX_HEAD_DIM == arrays.MAX_HEAD_DIM
     geometry = open_bundle(tiny.folder / "nova.kvcq").manifest.geometry
     check_kernels(geometry)
     last = geometry.layers[-1].model_copy(update=change)
     with pytest.raises(UnsupportedError, match=rf"{words} \(layer 3\): .*--engine hf"):
         check_kernels(geometry.model_copy(update={"layers": (*geometry.layers[:-1], last)}))
+
+
+def test_a_layer_that_kernels_do_not_read_is_refused_before_weights_load(refused, monkeypatch):
+    monkeypatch.setattr("kvcq.runtime.hf.kernels._same_words", lambda *_: False)
+    line = refused(UnsupportedError)
+    assert line.startswith("no kernels: a codebook is not in steps")
+    assert line.endswith("(layer 0): serve this bundle with --engine hf")
 
 
 def test_float16_is_refused(refused):
@@ -242,6 +316,47 @@ def test_options_of_sglang_are_refused_by_the_embedded_engine(tiny, more):
     assert b"--engine hf" in done.stderr
 
 
-def test_what_is_checked_first_loads_no_model_libraries():
-    code = "import sys, kvcq.pipeline.serve_sglang; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert python("-c", code).stdout.strip() == b"[]"
+# What is refused, and which libraries were loaded until then.
+REFUSE = """
+import json, sys
+from pathlib import Path
+from kvcq.errors import KvcqError
+from kvcq.pipeline.serve_sglang import serve_sglang
+from kvcq.pipeline.sglang.machine import Gpu, Machine
+from kvcq.pipeline.sglang.request import SglangRequest
+options = json.loads(sys.argv[1])
+options["bundle"], options["arguments"] = Path(options["bundle"]), tuple(options["arguments"])
+gpu = Gpu("NVIDIA H200", options.pop("memory"), (9, 0))
+try:
+    serve_sglang(SglangRequest(port=0, **options), machine=Machine("0.5.15.post1", (gpu,) * 3))
+except KvcqError as error:
+    print(error)
+print([name for name in ("torch", "transformers", "huggingface_hub", "triton", "httpx2") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"arguments": ["--enable-mixed-chunk"]}, "--enable-mixed-chunk"),
+        ({"arguments": ["--kv-cache-dtype", "fp8_e5m2"]}, "--kv-cache-dtype"),
+        ({"arguments": ["--tp-size", "3"]}, "--tp-size 3"),
+        ({"arguments": ["--json-model-override-args", '{"num_hidden_layers": 2}']}, "another model"),
+        ({"arguments": ["--mem-fraction-static", "2"]}, "no share"),
+        ({"dtype": "float16"}, "bfloat16"),
+        ({"dtype": "auto"}, "this checkpoint runs in float16"),
+        ({"arguments": ["--json-model-override-args", '{"architectures": null}']}, "names no architecture"),
+        ({"arguments": ["--json-model-override-args", '{"kv_lora_rank": 8}']}, "latents"),
+        ({"max_running": 5000}, "--max-running-requests 5000"),
+        ({"max_context": 100}, "the canary alone has"),
+        ({"max_context": 100_000}, "the model's context is 512 tokens"),
+        ({"memory": 1 << 20, "max_running": 64}, "64 running requests take"),
+        ({"model": "/no/such/model"}, "no such model"),
+    ],
+)
+def test_what_needs_no_library_is_refused_before_one_is_loaded(tiny, change, words):
+    plain = {"bundle": str(tiny.folder / "nova.kvcq"), "model": str(tiny.model), "dtype": "bfloat16"}
+    plain |= {"arguments": [], "memory": 140 << 30}
+    told, loaded = python("-c", REFUSE, json.dumps(plain | change)).stdout.decode().splitlines()
+    assert words in told
+    assert loaded == "[]"

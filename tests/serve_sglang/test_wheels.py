@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcq.pipeline.sglang import arguments
+from kvcq.pipeline.sglang.failure import _scheduler
 from tests.runtime.sglang.wheels import VERSIONS, Sources
 
 pytestmark = pytest.mark.network
@@ -103,6 +104,13 @@ def test_the_account_of_cached_tokens_is_in_the_answer(sources):
     text = sources.text("sglang.srt.managers.tokenizer_manager")
     assert "meta_info['input_token_ids_logprobs'] =" in text.replace('"', "'")
     assert "'cached_tokens': recv_obj.cached_tokens[i]" in text.replace('"', "'")
+
+
+def test_a_scheduler_that_ends_is_told_with_its_exit_code(sources):
+    died = run(sources, "sglang.srt.entrypoints.engine._scheduler_died_error")
+    line = str(died(1, SimpleNamespace(join=lambda timeout: None, exitcode=5)))
+    assert _scheduler([line], 1) == 5
+    assert _scheduler([str(died(0, SimpleNamespace(join=lambda timeout: None, exitcode=-9)))], 1) == 1
 
 
 def test_the_server_is_started_by_its_module_and_loads_plugins_first(sources):

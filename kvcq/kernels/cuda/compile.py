@@ -102,7 +102,7 @@ class RowsVariant:
     @property
     def sources(self) -> tuple[str, ...]:
         """Files of its source."""
-        return "rows.cuh", f"{self.entry}.cu"
+        return "rows.cuh", "uniform.cuh", f"{self.entry}.cu"
 
     @property
     def macros(self) -> dict[str, int]:

@@ -189,9 +189,11 @@ __device__ __forceinline__ void key_step(int (*d)[4], const u32 (&even)[KEY_WORD
   for (int k = 0; k < LANE_HEADS; ++k) mma_codes(d[k], a0, a1, a2, a3, f.digits[k][STEP]);
 }
 
+static_assert(WARPS <= 4, "a lead has the first pages of four warps");
+
 // Tokens of a tile of 64: product i gives a lane the tokens 16 (row / 2) + 2 (row % 2) + 4 i and the one after it, so
 // that a transposed pair of rows is four neighbours: the four tokens of one word of values.
-__device__ void coded(const Arguments& a, int item, int kv_head, const int4& work) {
+__device__ void coded(const Arguments& a, int item, int kv_head, const int4& work, const int4& lead) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, quad = lane % 4;
   const int request = work.x, first_token = 16 * (row / 2) + 2 * (row % 2);
   const int low = a.spans[2 * request].x, high = a.spans[2 * request].y;
@@ -225,7 +227,7 @@ __device__ void coded(const Arguments& a, int item, int kv_head, const int4& wor
   const u8* next = a.pages;
   int page = 0;
   if (tile < end) {
-    next = block(__ldg(table + tile));
+    next = block(warp < 2 ? (warp ? lead.y : lead.x) : warp == 2 ? lead.z : lead.w);
     load_keys(next);
     load_words(next);
     load_values(next);
@@ -434,14 +436,13 @@ __device__ void coded(const Arguments& a, int item, int kv_head, const int4& wor
 // Tiles of 16 rows. The order of channels inside a dot product and of channels along the rows of O^T is free, so every
 // lane loads runs of 8 channels: of the keys of tokens `row` and `row + 8`, and of the values of the four tokens
 // 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9. p is a sum of two bfloat16.
-__device__ void exact(const Arguments& a, int item, int kv_head, const int4& work) {
+__device__ void exact(const Arguments& a, int item, int kv_head, const int4& work, const int4& lead) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, quad = lane % 4;
   const int request = work.x;
-  const int4 coded_span = a.spans[2 * request], span = a.spans[2 * request + 1];
-  const int sink_lo = coded_span.z, sink_n = coded_span.w;
-  const u32 buffer = (u32)span.w * (u32)a.heads + (u32)kv_head;
+  const int sink_lo = lead.x, sink_n = lead.y, recent_lo = lead.z, slot = lead.w;
+  const u32 buffer = (u32)slot * (u32)a.heads + (u32)kv_head;
   const u32 sink = buffer * (u32)a.sink_rows + (u32)sink_lo, ring = buffer * (u32)a.ring_rows;
-  const int ring_lo = span.y > 0 ? span.x % a.ring_rows : 0;
+  const int ring_lo = recent_lo % a.ring_rows;
   // Where the row of a virtual index begins in its tier's buffers; past the end, the last row stands in.
   auto place = [&](int index, const bf16* sinks, const bf16* rings) {
     const int x = min(index, work.w - 1), around = ring_lo + x - sink_n;
@@ -558,16 +559,21 @@ __device__ void exact(const Arguments& a, int item, int kv_head, const int4& wor
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     decode(float* out, float2* state, const bf16* q, const u8* pages, const uint4* codebook, const float* book_scale,
            const float* offset, const bf16* sink_k, const bf16* sink_v, const bf16* ring_k, const bf16* ring_v,
-           const int* table, const int4* spans, const int4* items, int heads, int table_stride, int sink_rows,
-           int ring_rows, float scale, float cap) {
+           const int* table, const int4* spans, const int4* items, const int4* leads, int heads, int table_stride,
+           int sink_rows, int ring_rows, float scale, float cap) {
   const Arguments a{out,    state,  q,     pages, codebook, book_scale, offset,       sink_k,    sink_v,    ring_k,
                     ring_v, table,  spans, items, heads,    table_stride, sink_rows, ring_rows, scale,     cap};
   const int item = blockIdx.x / heads, kv_head = blockIdx.x % heads;
-  const int4 work = items[item];
+#if __CUDA_ARCH__ >= 900
+  // What ran before has to be over first; then the merge may come onto the device behind the last blocks.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const int4 work = items[item], lead = leads[item];
   if (work.z >= work.w) return;
   if (work.y) {
-    exact(a, item, kv_head, work);
+    exact(a, item, kv_head, work, lead);
   } else {
-    coded(a, item, kv_head, work);
+    coded(a, item, kv_head, work, lead);
   }
 }

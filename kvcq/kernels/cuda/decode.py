@@ -15,6 +15,7 @@ from kvcq.kernels.arrays import LayerCache, Requests, Tables
 from kvcq.kernels.cuda.compile import Shape, Variant, core, kernel, unserved
 from kvcq.kernels.cuda.launch import WARP, config, stream
 from kvcq.kernels.decode import check_decode, log2_units
+from kvcq.kernels.overlap import overlap_of
 from kvcq.kernels.plan import Partials, Plan
 
 
@@ -69,16 +70,18 @@ def decode_partials_cuda(
     variant = Variant(tables.k.d, group, tables.vq, softcap is not None, shape)
     unit, cap = log2_units(scaling, softcap)
     toolkit, device = core(), q.device.index or 0
+    overlap = overlap_of(q.device)["OVERLAP"]
     pointers = (
         partials.o, partials.ml, q, cache.pages, tables.codebook, tables.codebook_scale, offset, cache.sink_k,
         cache.sink_v, cache.ring_k, cache.ring_v, requests.page_table, plan.spans, plan.items,
+        plan.leads,
     )  # fmt: skip
     numbers = (tables.heads, requests.page_table.stride(0), cache.sink_k.shape[2], cache.ring)
     # Layers of one model may lie on several devices.
     with torch.cuda.device(q.device):
         toolkit.launch(
             stream(torch.cuda.current_stream(q.device).cuda_stream, device),
-            config(plan.size * tables.heads, WARP * variant.shape.warps, variant.shared_bytes),
+            config(plan.size * tables.heads, WARP * variant.shape.warps, variant.shared_bytes, overlap),
             kernel(variant, torch.cuda.get_device_capability(q.device), device),
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
             *(ctypes.c_int32(number) for number in numbers),

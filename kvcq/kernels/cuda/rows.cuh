@@ -1,4 +1,4 @@
-// Rows of keys or values on their way to the frame, for write_keys.cu and write_uniform.cu, which follow this text.
+// Rows of keys or values on their way to the frame, for uniform.cuh, write_keys.cu and write_uniform.cu, which follow.
 //
 // A block takes 32 tokens a team of TEAM warps. What it computes of a token does not depend on TEAM.
 //
@@ -17,6 +17,7 @@ constexpr int TOKENS = 32;                    // of a team
 constexpr int TEAMS = WARPS / TEAM;
 constexpr int TILE_WORDS = 132;               // 4 items, 8 rows, 4 quads; padded, so that a row is read without conflicts
 constexpr int TEAM_WORDS = TILES * TILE_WORDS;
+constexpr float FULL = 65504.f;               // of float16
 
 extern __shared__ uint4 shared[];
 

@@ -1,8 +1,8 @@
 """Write through the CUDA kernels: what `kernels.write` does, for the shapes that they serve.
 
-`rows.cuh`, `write_keys.cu` and `write_uniform.cu` say how the work lies on the warps. Sums are in an order of their
-own: on a border between two roundings, or two words, they may decide otherwise than the Triton kernel, never otherwise
-for one token than for thousands.
+`rows.cuh`, `uniform.cuh` and `write_keys.cu` say how the work lies on the warps. Sums are in an order of their own: on
+a border between two roundings, or two words, they may decide otherwise than the Triton kernel, never otherwise for one
+token than for thousands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ AFFINE_BYTES = 8
 # Warps with tokens of their own read every table once a block; teams share out the work on 32 tokens.
 ALONE = Shape(4, 4)
 TEAM_WARPS = 16  # of a multiprocessor
-# Blocks of a multiprocessor from which on warps are alone.
+# Blocks of a multiprocessor from which on warps are alone, and so many that teams of them are shared out to.
+ENOUGH = 1.5
 FILLED = 2
 
 
@@ -90,7 +91,7 @@ def choose_rows(
         multiprocessors: Of the device.
     """
     alone = RowsVariant(entry, d, 1, ALONE)
-    if -(-tokens // alone.tokens) * heads >= FILLED * multiprocessors:
+    if -(-tokens // alone.tokens) * heads >= ENOUGH * multiprocessors:
         return alone, 1
     warps = d // 16
     team = RowsVariant(entry, d, warps, Shape(warps, TEAM_WARPS // warps))
@@ -99,15 +100,44 @@ def choose_rows(
     return team, max(1, parts)
 
 
-def write_keys(tables: Tables, cache: LayerCache, k: Tensor, tokens: Tokens, limits: Limits) -> None:
-    """Write keys in vector codes, in one launch on the current stream.
+def write_rows(
+    tables: Tables, cache: LayerCache, k: Tensor, v: Tensor, tokens: Tokens, limits: Limits, *, values: bool
+) -> None:
+    """Write keys, and values if `values`: in one launch, but for vector codes of another head dim than that of values.
+
+    Args:
+        tables: Constants of the layer.
+        cache: Written to.
+        k: Keys ``[T, H, d_k]`` bfloat16.
+        v: Values ``[T, H, d_v]``, likewise.
+        tokens: Where they belong.
+        limits: Of the device.
+        values: Whether values are written; uniform keys are only with them.
+
+    Raises:
+        UnsupportedError: a codec or geometry without a CUDA kernel.
+        ValueError: rows to write that are not aligned.
+        UnavailableError: `cuda.core` is not installed.
+    """
+    if not tables.vq:
+        write_uniform(tables, cache, k, v, tokens, limits, keys=True)
+        return
+    together = values and tables.k.d == tables.v.d
+    write_keys(tables, cache, k, v if together else None, tokens, limits)
+    if values and not together:
+        write_uniform(tables, cache, k, v, tokens, limits, keys=False)
+
+
+def write_keys(tables: Tables, cache: LayerCache, k: Tensor, v: Tensor | None, tokens: Tokens, limits: Limits) -> None:
+    """Write keys in vector codes, values in uniform ones beside them, in one launch on the current stream.
 
     After the first call for a layer and kernel it neither compiles nor allocates: it can be captured in a CUDA graph.
 
     Args:
         tables: Constants of the layer.
-        cache: Written to: keys and their affine halves, sinks and rings of keys.
-        k: Keys ``[T, H, d_k]`` bfloat16.
+        cache: Written to.
+        k: Keys ``[T, H, d]`` bfloat16.
+        v: Values ``[T, H, d]``, likewise, or None: values are not written.
         tokens: Where they belong.
         limits: Of the device.
 
@@ -117,18 +147,44 @@ def write_keys(tables: Tables, cache: LayerCache, k: Tensor, tokens: Tokens, lim
         UnavailableError: `cuda.core` is not installed.
     """
     reason = keys_unserved(tables) or device_unserved(k.dtype, limits)
+    if v is not None:
+        reason = reason or uniform_unserved(tables.v) or (None if tables.k.d == tables.v.d else "two head dims")
     if reason is not None:
         raise UnsupportedError(reason, fix="use the Triton kernel")
     count, heads, d = k.shape
     variant, parts = choose_rows("write_keys", d, count, heads, limits.multiprocessors)
-    batch, out = tokens.batch, None if tokens.rows is None else tokens.rows[0]
-    _check_aligned(cache.pages, cache.sink_k, cache.ring_k, out)
+    tiles, batch, out = -(-count // variant.tokens), tokens.batch, (None, None) if tokens.rows is None else tokens.rows
+    of_values: tuple[Tensor | None, ...] = (None,) * 6
+    if v is not None:
+        of_values = (v, tables.value_map, tables.v.shift, cache.sink_v, cache.ring_v, out[1])
+        _check_aligned(*of_values[3:])
+    _check_aligned(cache.pages, cache.sink_k, cache.ring_k, out[0])
     pointers = (
-        k, tables.key_map, tables.k.shift, tables.key_search, tables.codebook_scale, cache.pages, tokens.slots,
-        tokens.positions, tokens.requests, batch.slots, batch.lengths, cache.sink_k, cache.ring_k, out, tokens.clamped,
+        k, tables.key_map, tables.k.shift, cache.sink_k, cache.ring_k, out[0], *of_values,
+        tables.key_search, tables.codebook_scale, cache.pages, tokens.slots, tokens.positions, tokens.requests,
+        batch.slots, batch.lengths, tokens.clamped,
     )  # fmt: skip
-    grid = (-(-count // variant.tokens), heads, parts)
-    _launch(variant, k.device, grid, pointers, (k.stride(0), k.stride(1)), _numbers(tables, cache, count, tokens))
+    side = (0, 0) if v is None else (v.stride(0), v.stride(1))
+    numbers = (*_numbers(tables, cache, count, tokens), tiles, parts, int(v is not None))
+    numbers += (_stripe(variant, tiles * heads, limits.multiprocessors), tables.v.rank)
+    grid = (tiles * heads * (parts + (v is not None)), 1, 1)
+    _launch(variant, k.device, grid, pointers, (k.stride(0), k.stride(1), *side), numbers)
+
+
+def _stripe(variant: RowsVariant, blocks: int, multiprocessors: int) -> int:
+    """Return how many blocks of keys come before as many of values.
+
+    Where warps are alone four blocks fit on a multiprocessor, and two of them shall be of keys from the start; they are
+    dealt out to the multiprocessors one after another.
+
+    Args:
+        variant: The kernel.
+        blocks: Of either side, keys counted once.
+        multiprocessors: Of the device.
+    """
+    if variant.team > 1:
+        return blocks
+    return max(1, multiprocessors if blocks <= 2 * multiprocessors else 2 * multiprocessors)
 
 
 def write_uniform(

@@ -1,4 +1,6 @@
-// Write keys in vector codes: one block for each (tile of tokens, KV head, part of the groups of channels).
+// Write keys in vector codes, and in the same launch values in uniform ones: one block for each (tile of tokens, KV head,
+// part of the groups of channels), and one for each tile and KV head of values. The two keep different units busy, so
+// that they run side by side: STRIPE blocks of keys, then as many of values, and so on.
 //
 // Written for mma.sync of sm_80 and later; compiled at run time, so nothing is included and every constant comes as a
 // macro:
@@ -33,7 +35,6 @@ constexpr bool STREAM = TEAM == 1;            // tables come through shared memo
 
 constexpr int FLOOR = 0x44000000;             // bits of 512: what is smaller counts as that
 constexpr int START = 0x44004000;             // bits of 513: so that c' itself is more than the floor
-constexpr float FULL = 65504.f;               // of float16
 constexpr float SMALLEST = 1e-8f;
 
 // Scores of 8 words and 16 tokens, plus 513, as bits.
@@ -165,21 +166,13 @@ __device__ __forceinline__ void load_table(const uint4* tables, uint4* stages, i
   commit();
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    write_keys(const bf16* k, const uint4* map, const float* shift, const uint4* tables, const float* scales, u8* pages,
-               const long long* slots, const int* positions, const int* requests, const int* buffers,
-               const int* lengths, bf16* sinks, bf16* ring, bf16* out, u64* clamped, long long token_stride,
-               long long head_stride, int tokens, int heads, int sink_rows, int ring_rows, int block_bytes,
-               int affine_bytes, int words, int windows) {
-  const Side a{k, map, shift, sinks, ring, out, token_stride, head_stride};
-  const Batch b{pages, slots, positions, requests, buffers, lengths, clamped, tokens,
-                heads, sink_rows, ring_rows, block_bytes, affine_bytes, words, windows};
+__device__ __forceinline__ void write_vector_rows(const Side& a, const Batch& b, const uint4* tables, const float* scales,
+                                                  int tile, int head, int part, int parts) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, quad = lane % 4;
-  const int member = warp % TEAM, head = blockIdx.y, part = blockIdx.z;
-  const int first = (blockIdx.x * TEAMS + warp / TEAM) * TOKENS;
+  const int member = warp % TEAM, first = (tile * TEAMS + warp / TEAM) * TOKENS;
   u32* rows = reinterpret_cast<u32*>(shared) + warp / TEAM * TEAM_WORDS;
   uint4* stages = shared + TEAMS * TEAM_WORDS / 4;
-  load_rows(a, tokens, reinterpret_cast<uint4*>(rows), first, head, member);
+  load_rows(a, b.tokens, reinterpret_cast<uint4*>(rows), first, head, member);
   commit();
   if (STREAM) {
     load_table(tables, stages, head, 0);
@@ -224,14 +217,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
   }
 
   const int token = first + 8 * quad + row;
-  const long long slot = token < tokens ? __ldg(slots + token) : -1;
-  u8* block = pages + ((u64)(slot >> 6) * heads + head) * block_bytes;
+  const long long slot = token < b.tokens ? __ldg(b.slots + token) : -1;
+  u8* block = b.pages + ((u64)(slot >> 6) * b.heads + head) * b.block_bytes;
   const int place = (int)slot & 63;
   if (part == 0 && member == 0) {
     if (slot >= 0) {
-      u32* affine = reinterpret_cast<u32*>(block + affine_bytes) + place * 2 * words;
-      for (int g = 0; g < words; ++g) affine[2 * g] = stored_rho;
-      if (large) atomicAdd(clamped, 1ull);
+      u32* affine = reinterpret_cast<u32*>(block + b.affine_bytes) + place * 2 * b.words;
+      for (int g = 0; g < b.words; ++g) affine[2 * g] = stored_rho;
+      if (large) atomicAdd(b.clamped, 1ull);
     }
   }
   if (part == 0) keep_rows(a, b, rows, member, head, first, token, slot);
@@ -252,10 +245,40 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     }
   } else {
 #pragma unroll 1
-    for (int group = part * TEAM + member; group < GROUPS; group += gridDim.z * TEAM) {
+    for (int group = part * TEAM + member; group < GROUPS; group += parts * TEAM) {
       const u32 index = nearest(tables + (u64)(head * GROUPS + group) * TABLE, rows + group / 2 * TILE_WORDS,
                                 group % 2, __ldg(scale + group), items);
       if (slot >= 0) codes[group] = index;
     }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    write_keys(const bf16* k, const uint4* map_k, const float* shift_k, bf16* sinks_k, bf16* ring_k, bf16* out_k,
+               const bf16* v, const uint4* map_v, const float* shift_v, bf16* sinks_v, bf16* ring_v, bf16* out_v,
+               const uint4* tables, const float* scales, u8* pages, const long long* slots, const int* positions,
+               const int* requests, const int* buffers, const int* lengths, u64* clamped, long long k_token,
+               long long k_head, long long v_token, long long v_head, int tokens, int heads, int sink_rows,
+               int ring_rows, int block_bytes, int affine_bytes, int words, int windows, int tiles, int parts,
+               int with_values, int stripe, int rank) {
+  const Batch b{pages, slots, positions, requests, buffers, lengths, clamped, tokens,
+                heads, sink_rows, ring_rows, block_bytes, affine_bytes, words, windows};
+  const int keys = tiles * heads * parts, most = with_values ? tiles * heads / stripe * stripe : 0;
+  int index = blockIdx.x;
+  bool values;
+  if (index < 2 * most) {
+    values = index / stripe % 2;
+    index = index / (2 * stripe) * stripe + index % stripe;
+  } else {
+    index -= most;
+    values = index >= keys;
+    if (values) index -= keys - most;
+  }
+  const int tile = index % tiles, head = index / tiles % heads, part = index / tiles / heads;
+  if (values) {
+    write_uniform_rows({v, map_v, shift_v, sinks_v, ring_v, out_v, v_token, v_head}, b, tile, head, rank, true);
+  } else {
+    write_vector_rows({k, map_k, shift_k, sinks_k, ring_k, out_k, k_token, k_head}, b, tables, scales, tile, head, part,
+                      parts);
   }
 }

@@ -29,6 +29,7 @@ CODECS: dict[str, tuple[CodecSpec, CodecSpec]] = {
     "int2": (_K, _V),
     "vq": (_VQ, CodecSpec(transform="orthogonal", centred=True)),
     "int2x4": (_K.model_copy(update={"groups": 4}), _V.model_copy(update={"groups": 4})),
+    "vqx4": (_VQ, CodecSpec(transform="orthogonal", centred=True, groups=4)),
 }
 
 
@@ -136,21 +137,27 @@ def random_requests(shape: Shape, device: torch.device) -> Requests:
 def random_cache(codec: str, shape: Shape, tables: Tables, *, fill: bool) -> LayerCache:
     """Return the storage of one layer."""
     device = tables.k.map.device
-    size = (shape.pages, shape.heads, tables.block_bytes)
     if fill:
-        pages = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-        _, _, words = page_views(pages, shape.d, shape.d, tables.words)
-        for at, vector in ((0, tables.vq), (2, False)):
-            scale = torch.empty(words.shape[:-1], device=device).uniform_(SCALE * (1 - SPREAD), SCALE * (1 + SPREAD))
-            words[..., at] = scale
-            # Codes 0..3 lie around zero then.
-            words[..., at + 1] = 0.0 if vector else -1.5 * scale
+        pages = random_pages(shape.pages, shape, tables)
     else:
-        pages = torch.empty(size, dtype=torch.uint8, device=device)
+        pages = torch.empty((shape.pages, shape.heads, tables.block_bytes), dtype=torch.uint8, device=device)
     make: Callable[..., Tensor] = partial(torch.randn if fill else torch.empty, dtype=tables.k.map.dtype, device=device)
     sink, ring = WINDOWS.sink, WINDOWS.recent + RING_SLACK
     sink_k, sink_v, ring_k, ring_v = (make(shape.batch, shape.heads, n, shape.d) for n in (sink, sink, ring, ring))
     return LayerCache(pages, sink_k, sink_v, ring_k, ring_v, WINDOWS)
+
+
+def random_pages(count: int, shape: Shape, tables: Tables) -> Tensor:
+    """Return page blocks of random codes, uint8 ``[count, H, block bytes]``, with scales near one."""
+    device = tables.k.map.device
+    pages = torch.randint(0, 256, (count, shape.heads, tables.block_bytes), dtype=torch.uint8, device=device)
+    _, _, words = page_views(pages, shape.d, shape.d, tables.words)
+    for at, vector in ((0, tables.vq), (2, False)):
+        scale = torch.empty(words.shape[:-1], device=device).uniform_(SCALE * (1 - SPREAD), SCALE * (1 + SPREAD))
+        words[..., at] = scale
+        # Codes 0..3 lie around zero then.
+        words[..., at + 1] = 0.0 if vector else -1.5 * scale
+    return pages
 
 
 def random_queries(step: Step) -> list[Tensor]:

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvcq.pipeline.bench.baselines import Baseline, baselines, best
+from kvcq.pipeline.bench.check_cases import CASES
+from kvcq.pipeline.bench.checks import share_out, workers_here
 from kvcq.pipeline.bench.decode import choice_of, decode_rows
 from kvcq.pipeline.bench.extend import extend_rows
 from kvcq.pipeline.bench.peers import Peer, load_peers
+from kvcq.pipeline.bench.ragged import Place
 from kvcq.pipeline.bench.result import BenchResult, Row
 from kvcq.pipeline.bench.shapes import Shape, layers_for
 from kvcq.pipeline.bench.timing import free, read_ceiling, time_calls
@@ -23,7 +26,7 @@ CEILING_REPEATS = 20
 
 
 def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: Reporter) -> BenchResult:
-    """Measure every case of a plan on the current CUDA device.
+    """Check ragged batches on demand, and measure every case of a plan, on the current CUDA device.
 
     Raises:
         InputError: a peer that does not exist.
@@ -31,9 +34,16 @@ def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: 
     peers = load_peers(request.peers)
     begin = time.monotonic()
     result = BenchResult(device=describe_device())
-    reporter.stage("read ceiling")
-    result.ceiling, result.rates = read_ceiling(CEILING_REPEATS)
-    free()
+    if "check" in request.ops:
+        workers = workers_here()
+        reporter.stage(f"checks of ragged batches ({len(CASES)} cases in {workers} processes)")
+        for check in share_out(CASES, Place(), workers):
+            result.checks.append(check)
+            (reporter.note if check.ok else reporter.warn)(check.line())
+    if plan:
+        reporter.stage("read ceiling")
+        result.ceiling, result.rates = read_ceiling(CEILING_REPEATS)
+        free()
     known: dict[tuple[str, Shape], list[Baseline]] = {}
     for done, (op, shape) in enumerate(plan):
         reporter.stage(f"{op} {shape.label} ({done + 1} of {len(plan)})")

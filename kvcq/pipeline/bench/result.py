@@ -70,6 +70,37 @@ class Row:
         return f"{self.op} {self.shape.label} {self.codec} {self.kernel}: {figure}{error}"
 
 
+@dataclass(frozen=True)
+class Check:
+    """One kernel over one ragged batch.
+
+    Attributes:
+        case: What was computed, in words.
+        kernel: Backend.
+        error: Relative error against float64, None where there is none or it is not finite.
+        limit: What it may be at most.
+        problem: What is wrong; None: it is right.
+        seconds: That it took, compilation included.
+    """
+
+    case: str
+    kernel: str
+    error: float | None
+    limit: float
+    problem: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is right."""
+        return self.problem is None
+
+    def line(self) -> str:
+        """Return the check in one line."""
+        error = "" if self.error is None else f"error {self.error:.1e}"
+        return f"{self.case}, {self.kernel}: {self.problem or error}"
+
+
 @dataclass
 class BenchResult:
     """Rows of one run on one device.
@@ -82,6 +113,7 @@ class BenchResult:
         choices: What serving would choose, by codec and shape.
         seconds: Of the whole run.
         plan: Lines of a dry run, instead of all that.
+        checks: Of ragged batches, before anything was timed.
     """
 
     device: dict[str, str] = field(default_factory=dict)
@@ -91,11 +123,17 @@ class BenchResult:
     choices: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     plan: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[Row]:
         """Rows of kernels that are wrong or failed."""
         return [row for row in self.rows if row.wrong]
+
+    @property
+    def problems(self) -> list[str]:
+        """A line for each check that is not right, then for each kernel that is wrong or failed."""
+        return [check.line() for check in self.checks if not check.ok] + [row.line() for row in self.wrong]
 
     def text(self) -> str:
         """Return Markdown: the device, a table for each operation, and what was not timed."""
@@ -105,11 +143,14 @@ class BenchResult:
         if self.ceiling is not None:
             rates = ", ".join(f"{rate:.0f}" for rate in self.rates)
             lines += [f"Read ceiling, measured: {self.ceiling:.0f} GB/s ({rates}). Bound: {BOUND_GBS:.0f} GB/s.", ""]
+        if self.checks:
+            lines += ["Checks of ragged batches:", "", *check_table(self.checks), ""]
         for op, title in TITLES.items():
             rows = [row for row in self.rows if row.op == op]
             if rows:
                 lines += [f"{title}:", "", *table(rows, self.ceiling), ""]
         lines += [f"- {label}: {choice}" for label, choice in self.choices.items()]
+        lines += [f"- wrong: {visible(check.line())}" for check in self.checks if not check.ok]
         lines += [f"- not timed: {visible(row.line())}" for row in self.rows if row.problem]
         return "\n".join([*lines, f"- {self.seconds:.0f} s in all"])
 
@@ -123,6 +164,7 @@ class BenchResult:
             "read_ceiling_gbs": self.ceiling,
             "read_rates_gbs": self.rates,
             "bound_gbs": BOUND_GBS,
+            "checks": [asdict(check) | {"ok": check.ok} for check in self.checks],
             "rows": [self._record(row) for row in self.rows],
             "choices": self.choices,
             "seconds": self.seconds,
@@ -142,6 +184,15 @@ def shares(row: Row, ceiling: float | None) -> tuple[float | None, float | None]
     if row.rate is None:
         return None, None
     return None if ceiling is None else row.rate / ceiling, row.rate / BOUND_GBS
+
+
+def check_table(checks: Iterable[Check]) -> list[str]:
+    """Return a Markdown table of checks."""
+    lines = ["| case | kernel | relative error | limit | ok |", "|---|---|---|---|---|"]
+    for check in checks:
+        error = "" if check.error is None else f"{check.error:.1e}"
+        lines.append(f"| {check.case} | {check.kernel} | {error} | {check.limit:g} | {'yes' if check.ok else 'no'} |")
+    return lines
 
 
 def table(rows: Iterable[Row], ceiling: float | None) -> list[str]:

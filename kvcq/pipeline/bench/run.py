@@ -9,6 +9,7 @@ from pathlib import Path
 from kvcq.artifacts.disk import disk_errors
 from kvcq.errors import InputError, UnavailableError, UnsupportedError
 from kvcq.kernels.select import LOWEST_CAPABILITY
+from kvcq.pipeline.bench.check_cases import CASES
 from kvcq.pipeline.bench.layers import CODECS
 from kvcq.pipeline.bench.result import BenchResult
 from kvcq.pipeline.bench.shapes import OPS, Shape, cases, layers_for, parse_shapes
@@ -22,7 +23,8 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
     """Check and time the kernels.
 
     Every kernel is compared with float64 over the dequantized cache first; one that is wrong is not timed, and its row
-    says so. BF16 is the fastest of the libraries' kernels in the same run.
+    says so. Ragged batches of all codecs are checked beside, before anything is timed. BF16 is the fastest of the
+    libraries' kernels in the same run.
 
     Raises:
         InputError: shapes, operations, codecs, peers or an output that do not exist or may not be replaced.
@@ -33,7 +35,8 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
     shapes = parse_shapes(request.shapes)
     plan = cases(request.ops, shapes)
     if request.dry_run:
-        return BenchResult(plan=[_line(op, shape) for op, shape in plan])
+        checks = list(dict.fromkeys(f"check {case.label}" for case in CASES)) if "check" in request.ops else []
+        return BenchResult(plan=[*checks, *(_line(op, shape) for op, shape in plan)])
     check_device()
     if request.out is not None:
         _check_place(request.out)

@@ -11,7 +11,7 @@ from kvcq.reports.text import context_label
 from kvcq.runtime.layout import PAGE
 from kvcq.spec.plan import Windows
 
-OPS = ("decode", "write", "extend")
+OPS = ("check", "decode", "write", "extend")
 WINDOWS = Windows()
 CODES_PER_BYTE, WORD_BYTES, BF16_BYTES = 4, 8, 2
 
@@ -130,7 +130,7 @@ def layers_for(count: int) -> int:
 
 
 def cases(ops: Sequence[str], shapes: Sequence[Shape]) -> list[tuple[str, Shape]]:
-    """Return what is measured, in order: ``decode``, ``append``, ``prefill`` and ``extend`` with their shapes."""
+    """Return what is timed, in order: ``decode``, ``append``, ``prefill`` and ``extend`` with their shapes."""
     found = [("decode", shape) for shape in shapes] if "decode" in ops else []
     if "write" in ops:
         found += [("append", APPEND), ("prefill", PREFILL)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.packing import PAGE_TOKENS
+from kvcq.kernels.arrays import Tables
 from kvcq.kernels.cuda.compile import missing
 from kvcq.kernels.reference import decode_rows, reference_write
 from kvcq.kernels.windows import store_windows
@@ -74,16 +75,16 @@ def candidate(step: Step, *, chunk: bool, backend: Backend = "triton") -> Candid
         tables, cache = step.tables[0], step.caches[0]
         wanted = replace(cache, pages=torch.full_like(cache.pages, 0xFF))
         reference_write(tables, wanted, *pairs[0], **where, windows=False)
-        written = (_read(step, one.pages, slots) for one in (cache, wanted))
+        written = (read_slots(tables, one.pages, slots) for one in (cache, wanted))
         return max(relative_error(found, right) for found, right in zip(*written, strict=True))
 
     calls = [partial(call, layer) for layer in range(len(step.caches))]
     return Candidate(calls, [step.caches[0].pages], error, LIMIT)
 
 
-def _read(step: Step, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def read_slots(tables: Tables, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the decoded rows, float64 ``[H, tokens, d]``, of these slots."""
     own, place = torch.unique(slots // PAGE_TOKENS, return_inverse=True)
     at = place * PAGE_TOKENS + slots % PAGE_TOKENS
-    k, v = decode_rows(step.tables[0], pages[own])
+    k, v = decode_rows(tables, pages[own])
     return k[:, at], v[:, at]

@@ -65,7 +65,7 @@ class Child:
 
     def reason(self) -> str | None:
         """Return why it ended, by the last line that states an error; else its last line, None without any."""
-        lines = self._last()
+        lines = self.lines()
         for line in reversed(lines):
             # At the start of a line kvcq's plugin states it, and elsewhere argparse.
             if line.startswith(OWN):
@@ -76,13 +76,14 @@ class Child:
 
     def after(self, mark: str) -> str | None:
         """Return what follows a text in the last of its lines that has it; None if no line does."""
-        return next((line.partition(mark)[2].strip() for line in reversed(self._last()) if mark in line), None)
+        return next((line.partition(mark)[2].strip() for line in reversed(self.lines()) if mark in line), None)
 
     def said(self, text: str) -> bool:
         """Tell whether one of its last lines has this text, upper or lower case."""
-        return any(text.lower() in line.lower() for line in self._last())
+        return any(text.lower() in line.lower() for line in self.lines())
 
-    def _last(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """Return its last lines."""
         self._reader.join(1.0)
         return list(self._lines)
 

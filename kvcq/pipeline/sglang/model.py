@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvcq.artifacts.bundle import Bundle
-from kvcq.errors import InputError, UnsupportedError
-from kvcq.evaluation.canary import canary_length
-from kvcq.kernels.arrays import MAX_HEAD_DIM
-from kvcq.kernels.select import MAX_GROUP
 from kvcq.models.outline import Outline, load_outline
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.sglang.arguments import Given
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.compat import Sealed, check_model
-from kvcq.runtime.sglang.versions import INSTEAD
-from kvcq.spec.geometry import ModelGeometry
+from kvcq.runtime.sglang.layers import layer_tables
 
 
 def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter: Reporter) -> Outline:
     """Read configuration, tokenizer and heads of the weight files, and compare them with the bundle.
 
+    Constants of all layers are built too, as a server builds them once its weights are loaded.
+
     Raises:
-        InputError: no such model, or a context that it does not have.
-        UnsupportedError: a model that kvcq refuses or kernels do not have, or a context shorter than the canary.
+        InputError: no such model.
+        UnsupportedError: a model that kvcq refuses, or a layer without kernels.
         MismatchError: another model.
         UnavailableError: offline, gated.
     """
@@ -34,25 +33,9 @@ def open_outline(request: SglangRequest, given: Given, bundle: Bundle, reporter:
         notify=reporter.note,
     )
     _check(request, bundle, outline, reporter)
-    check_kernels(bundle.manifest.geometry)
+    manifest, cpu = bundle.manifest, torch.device("cpu")
+    layer_tables(manifest.plan, manifest.geometry, bundle.tensors, tp=1, rank=0, dtype=torch.bfloat16, device=cpu)
     return outline
-
-
-def check_kernels(geometry: ModelGeometry) -> None:
-    """Refuse heads that no kernel has: a server would find out once its weights are loaded.
-
-    Raises:
-        UnsupportedError: names the layer.
-    """
-    for layer in geometry.layers:
-        group, dims = layer.q_heads // layer.kv_heads, (layer.d_k, layer.d_v)
-        reason = None
-        if group > MAX_GROUP:
-            reason = f"{group} query heads a KV head, kernels have 1 to {MAX_GROUP}"
-        elif any(d % 16 or d > MAX_HEAD_DIM for d in dims):
-            reason = f"head dims {dims[0]} and {dims[1]}, kernels have multiples of 16 up to {MAX_HEAD_DIM}"
-        if reason is not None:
-            raise UnsupportedError(reason, where=f"layer {layer.layer}", fix=f"fit another model, {INSTEAD}")
 
 
 def _check(request: SglangRequest, bundle: Bundle, outline: Outline, reporter: Reporter) -> None:
@@ -61,21 +44,7 @@ def _check(request: SglangRequest, bundle: Bundle, outline: Outline, reporter: R
     sealed = Sealed(request.bundle.name, manifest.identity, manifest.provenance, manifest.geometry)
     for line in check_model(sealed, outline, strict=request.strict):
         reporter.warn(line)
-    least = canary_length(manifest.recipe.windows) + 1
-    longest = outline.geometry.max_positions
-    context = request.max_context or longest
-    if request.max_context is not None and longest is not None and request.max_context > longest:
-        raise InputError(
-            f"the model's context is {longest} tokens, not {request.max_context}",
-            where="--max-context",
-            fix="use a shorter one",
-        )
-    if context is not None and context < least:
-        raise UnsupportedError(
-            f"a context of {context} tokens: the canary alone has {least}",
-            where="--max-context",
-            fix="use a longer one",
-        )
+    context = request.max_context or outline.geometry.max_positions
     if context is not None and manifest.target_context < context:
         reporter.warn(
             f"fitted for contexts up to {manifest.target_context} tokens, serving up to {context}: accuracy beyond is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,11 +27,13 @@ class LayerKernels:
         backend: ``cuda``, ``triton`` or ``torch``.
         reason: Why.
         tables: The codec as kernels take it; None: torch.
+        writer: What codes its rows, see `kernels.write.writers`; "": torch.
     """
 
     backend: str
     reason: str
     tables: Tables | None = None
+    writer: str = ""
 
 
 def choose_kernels(
@@ -65,15 +68,13 @@ def choose_kernels(
 
 
 def describe(chosen: Mapping[int, LayerKernels]) -> str:
-    """Return one line: how many layers run on what, and why."""
-    kinds: dict[tuple[str, str], int] = {}
-    for layer in chosen.values():
-        kinds[layer.backend, layer.reason] = kinds.get((layer.backend, layer.reason), 0) + 1
-    parts = [
+    """Return one line: how many layers run on what, why, and what writes them where that is something else."""
+    kinds = Counter((layer.backend, layer.reason, layer.writer) for layer in chosen.values())
+    return "; ".join(
         f"{backend} for {count} {'layer' if count == 1 else 'layers'} ({reason})"
-        for (backend, reason), count in kinds.items()
-    ]
-    return "; ".join(parts)
+        + ("" if writer in ("", backend) else f", written by {writer}")
+        for (backend, reason, writer), count in kinds.items()
+    )
 
 
 def _unfit(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -102,7 +103,12 @@ def _choose(codec: HeadCodec, layer: LayerGeometry, device: torch.device, dtype:
         dtype=str(dtype).removeprefix("torch."),
         limits=limits,
     )
-    return LayerKernels(choice.backend, choice.reason, None if choice.backend == "torch" else tables)
+    if choice.backend == "torch":
+        return LayerKernels("torch", choice.reason)
+    # With Triton, which may not be installed.
+    from kvcq.kernels.write import writers
+
+    return LayerKernels(choice.backend, choice.reason, tables, writers(tables, dtype, device))
 
 
 def _same_words(tables: Tables, codec: HeadCodec) -> bool:

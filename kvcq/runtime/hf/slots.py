@@ -52,7 +52,7 @@ class SlotReader:
             UnsupportedError: the mask shows a slot that was padding when it came: its token was not kept.
         """
         count = call.query.shape[2]
-        given = (count, -1 if call.mask is None else call.mask._version)
+        given = (count, _version(call.mask))
         same_mask = call.mask is None if self._mask is None else call.mask is self._mask()
         if self._slots is not None and same_mask and given == self._given and torch.equal(before, self._before):
             return self._slots
@@ -60,6 +60,11 @@ class SlotReader:
         self._mask = None if call.mask is None else weakref.ref(call.mask)
         self._given, self._before, self._slots = given, before, slots
         return slots
+
+
+def _version(mask: Tensor | None) -> int:
+    # Inference tensors are not counted; between two forwards `before` differs in any case.
+    return -1 if mask is None or mask.is_inference() else mask._version
 
 
 def _read(call: AttentionCall, before: Tensor, count: int) -> Slots:

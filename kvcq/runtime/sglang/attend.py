@@ -20,6 +20,7 @@ from torch import Tensor
 from kvcq.kernels.arrays import LayerCache, Tables
 from kvcq.kernels.attention import Decoder
 from kvcq.kernels.extend import extend
+from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.windows import store_windows
 from kvcq.kernels.write import write
@@ -107,13 +108,16 @@ class Attention:
         self._max_batch = max_batch
         self._board = Board(max_batch, self._req_to_token, self._exact_from)
         self._decoders: dict[Place, Decoder] = {}
+        # Of heads and channels, the largest workspace: decoders run one after another.
+        self._partials: dict[tuple[int, int], Partials] = {}
         self._planned: set[Place] = set()
         rows = max_batch * self._q_heads
         widest = max(layer.k.d for layer in layers)
         self._mapped = torch.zeros(rows * widest, dtype=layers[0].k.map.dtype, device=device)
         self._shift = torch.zeros(rows, dtype=torch.float32, device=device)
-        for layer in layers:
-            for size in sorted({size_for(batch, max_batch) for batch in range(1, max_batch + 1)}):
+        # The largest first, whose workspace the others share.
+        for size in sorted({size_for(batch, max_batch) for batch in range(1, max_batch + 1)}, reverse=True):
+            for layer in layers:
                 self._decoder(self._place(layer, size, None), layer)
 
     @property
@@ -271,7 +275,13 @@ class Attention:
     def _decoder(self, place: Place, tables: Tables) -> Decoder:
         if place not in self._decoders:
             device, context = self._req_to_token.device, self._req_to_token.shape[1]
-            self._decoders[place] = Decoder.reserve(tables, self.windows, place.q_heads, place.size, context, device)
+            heads = (place.q_heads, tables.v.d)
+            held = self._partials.get(heads)
+            sizes = (place.q_heads, place.size, context, device)
+            made = Decoder.reserve(tables, self.windows, *sizes, share=held)
+            if held is None or made.partials.o.shape[0] > held.o.shape[0]:
+                self._partials[heads] = made.partials
+            self._decoders[place] = made
         return self._decoders[place]
 
 

@@ -89,7 +89,7 @@ def make_backend_class() -> type[Any]:
             elif mode.name == "EXTEND":
                 self.token_to_kv_pool.settle()
                 self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens)
-                if self.trace is not None:
+                if self.trace is not None and self.trace.active:
                     self._note(self.trace, forward_batch)
             else:
                 _refuse(mode)

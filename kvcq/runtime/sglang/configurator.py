@@ -18,6 +18,7 @@ from typing import Any
 
 from kvcq.errors import InputError, MismatchError, ResourceError, UnsupportedError
 from kvcq.runtime.layout import BF16_BYTES, PAGE, RING_SLACK, page_bytes
+from kvcq.runtime.sglang.ranks import local_heads
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan, Windows
 
@@ -84,7 +85,7 @@ class PoolPlan:
                 f"{available / 2**30:.2f} GiB are left for the cache, {self.requests} running requests take "
                 f"{self.bias / 2**30:.2f} GiB of exact rows",
                 where=_MAX_RUNNING,
-                fix=f"lower {_MAX_RUNNING} or raise --mem-fraction-static",
+                fix=f"lower {_MAX_RUNNING}, which kvcq serve calls --max-running, or raise --mem-fraction-static",
             )
         return tokens
 
@@ -144,22 +145,6 @@ def pool_plan(
             raise UnsupportedError(f"no page holds it: {reason}", where=where, fix=_OTHER_ENGINE)
         blocks.append(page_bytes(entry.k, entry.v, layer.d_k, layer.d_v))
     return PoolPlan(digest, tuple(blocks), local_heads(shape[0], tp), shape[1:], windows, requests, kept)
-
-
-def local_heads(kv_heads: int, tp: int) -> int:
-    """Return the KV heads of a rank; several ranks repeat one head where there are more ranks than heads.
-
-    Raises:
-        MismatchError: neither number divides the other.
-    """
-    if tp < 1 or (kv_heads % tp and tp % kv_heads):
-        legal = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
-        raise MismatchError(
-            f"{kv_heads} KV heads cannot be shared by {tp} ranks",
-            where="--tp-size",
-            fix=f"use {legal}, or a multiple of {kv_heads}",
-        )
-    return max(kv_heads // tp, 1)
 
 
 def check_host(plan: PoolPlan, *, page_size: int, heads: int, dims: tuple[int, int], layers: int) -> None:

@@ -9,39 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcq.errors import MismatchError, UnsupportedError
+from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import SideTables, Tables
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.hf.kernels import choose_kernels
+from kvcq.runtime.sglang.ranks import head_range
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.plan import LayerPlan
-
-
-def head_range(kv_heads: int, tp: int, rank: int) -> range:
-    """Return the KV heads that a rank holds: its share of them, or one of them that several ranks repeat.
-
-    Args:
-        kv_heads: KV heads of the layer.
-        tp: Ranks that share attention.
-        rank: This one.
-
-    Raises:
-        MismatchError: neither number divides the other; names the numbers that work.
-    """
-    if not 0 <= rank < tp:
-        raise MismatchError(f"rank {rank} of {tp}", where="--tp-size")
-    if kv_heads % tp == 0:
-        share = kv_heads // tp
-        return range(rank * share, (rank + 1) * share)
-    if tp % kv_heads == 0:
-        head = rank * kv_heads // tp
-        return range(head, head + 1)
-    legal = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    raise MismatchError(
-        f"{kv_heads} KV heads cannot be shared by {tp} ranks",
-        where="--tp-size",
-        fix=f"use {', '.join(legal)}, or a multiple of {kv_heads}",
-    )
 
 
 def shard(tables: Tables, heads: range) -> Tables:
@@ -107,5 +81,10 @@ def layer_tables(
         )
     shares = {number: head_range(layer.kv_heads, tp, rank) for number, layer in kinds.items()}
     wanted = [entry for entry in plan if only is None or entry.layer in only]
-    chosen = choose_kernels(served_codecs(wanted, geometry, tensors, device), kinds, device, dtype, wanted=True)
+    codecs = served_codecs(wanted, geometry, tensors, device)
+    try:
+        chosen = choose_kernels(codecs, kinds, device, dtype, wanted=True)
+    except UnsupportedError as error:
+        # Nobody chose kernels here: a server has nothing else.
+        raise UnsupportedError(error.what, where=error.where, fix="serve this bundle with --engine hf") from None
     return {number: shard(layer.tables, shares[number]) for number, layer in chosen.items() if layer.tables is not None}

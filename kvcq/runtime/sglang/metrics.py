@@ -63,7 +63,7 @@ class Meters:
         pinned: Sink entries that copies to come name.
         cached: The others with sinks in them, which a prefix may find.
         fallbacks: By reason, attention that did not take the kernels of the bundle; stays empty.
-        clamped: Values beyond the float16 range that were clamped.
+        clamped: Values beyond the float16 range that were clamped, as last heard of from the device.
     """
 
     facts: Facts
@@ -88,10 +88,10 @@ class Meters:
             self._gauges["fallbacks"].labels(str(self.facts.rank), reason).inc()
 
     def clamp(self, total: int) -> None:
-        """Tell how many values have been clamped since the start."""
-        self.clamped = total
+        """Tell how many values have been clamped since the start; late news do not lower it."""
+        self.clamped = max(self.clamped, total)
         if self._gauges:
-            self._gauges["clamped"].set(total)
+            self._gauges["clamped"].set(self.clamped)
 
     def plain(self) -> dict[str, Any]:
         """Return what `report` adds to the state of the scheduler: numbers, text, lists and dicts of text."""
@@ -124,7 +124,7 @@ class Meters:
             "ring": gauge("kvcq_ring_rows_used", "Rows of the ring that running requests hold", 0),
             "sink_pinned": gauge("kvcq_sink_entries_pinned", "Sink entries that copies to come name", 0),
             "sink_cached": gauge("kvcq_sink_entries_cached", "Other sink entries that a prefix may find", 0),
-            "clamped": gauge("kvcq_clamped_values", "Values beyond the float16 range that were clamped", 0),
+            "clamped": gauge("kvcq_clamped_values", "Values beyond the float16 range clamped, a request late", 0),
             "fallbacks": Counter("kvcq_fallbacks", "Attention without the bundle's kernels", (RANK, "reason")),
         }
         # A counter without a count is not shown at all, and absence proves nothing.

@@ -25,6 +25,7 @@ from kvcq.runtime.sglang.facts import model_facts
 from kvcq.runtime.sglang.filled import TARGET, Filler
 from kvcq.runtime.sglang.flags import environment
 from kvcq.runtime.sglang.hooks import end_process, register, verify
+from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.layers import layer_tables
 from kvcq.runtime.sglang.pool import check_pool, make_pool_class
 from kvcq.runtime.sglang.refusals import refusals, refuse
@@ -41,6 +42,7 @@ class _Process:
         opened: Settings, bundle and pool plan, once they are asked for.
         pools: Pools that were built.
         attention: Of its layers, once built.
+        clamped: Its count of clamped values, as the host hears of it.
         trace: Where boundaries are noted.
         filler: Fills contexts for benchmarks, where the server was started for it.
     """
@@ -48,6 +50,7 @@ class _Process:
     opened: tuple[Settings, Bundle, PoolPlan] | None = None
     pools: list[Any] = field(default_factory=list)
     attention: Attention | None = None
+    clamped: Later | None = None
     trace: Trace | None = None
     filler: Filler = field(default_factory=Filler)
 
@@ -127,7 +130,7 @@ def sink_unpin(self: Any, req: Any) -> None:
     """Before ``ReqToTokenPool.free``; see `admission.sink_unpin`."""
     if not _PROCESS.pools:
         return
-    if _PROCESS.trace is not None and req.req_pool_idx is not None:
+    if _PROCESS.trace is not None and _PROCESS.trace.active and req.req_pool_idx is not None:
         page = _PROCESS.pools[0].page_size
         pages = (self.req_to_token[req.req_pool_idx, ::page] // page).tolist()
         _PROCESS.trace.finish(req.rid, req.kv_committed_len, pages)
@@ -208,7 +211,7 @@ def make_backend(runner: Any) -> Any:
         )
         # One rank's trace is that of all: they decide alike.
         trace = None if settings.trace is None or rank else Trace.open(settings.trace)
-        _PROCESS.attention, _PROCESS.trace = attention, trace
+        _PROCESS.attention, _PROCESS.clamped, _PROCESS.trace = attention, Later(attention.clamped), trace
         metrics.publish(_facts(manifest, version, held, local, attention, rank, tp), metrics=_collects(runner))
     return make_backend_class()(runner, attention, trace)
 
@@ -299,10 +302,13 @@ def _collects(runner: Any) -> bool:
 
 
 def _count() -> None:
+    """Show what is in use, whenever a request begins or ends."""
     meters = metrics.published()
     if meters is not None:
         held = _PROCESS.pools[0].store.occupancy
         meters.occupancy(held.rows, held.pinned, held.cached)
+        if _PROCESS.clamped is not None and (total := _PROCESS.clamped.poll()) is not None:
+            meters.clamp(total)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 from kvcq.errors import UnsupportedError, shown
 from kvcq.runtime.sglang.facts import TRAITS, ModelFacts
 from kvcq.runtime.sglang.flags import BACKEND, MAX_REQUESTS, PLUGINS, RULES, SWITCHES
+from kvcq.runtime.sglang.ranks import FLAG, legal_ranks
 from kvcq.runtime.sglang.versions import INSTEAD
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry, RopeSpec
 from kvcq.spec.plan import LayerPlan
@@ -23,7 +24,6 @@ FIELDS = ("q_heads", "kv_heads", "d_k", "d_v")
 # Frequencies differ in their last bits between devices.
 CLOSE = 1e-4
 REQUESTS = "--max-running-requests"
-RANKS = "--tp-size"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Refusal:
 
 def refusals(
     args: Any,
-    model: ModelFacts,
+    model: ModelFacts | None,
     *,
     geometry: ModelGeometry | None = None,
     plan: Sequence[LayerPlan] = (),
@@ -56,19 +56,31 @@ def refusals(
 
     Args:
         args: Fields of SGLang's ``ServerArgs``; those that it lacks count as left out.
-        model: The model that will be loaded, with its overrides.
+        model: The model that will be loaded, with its overrides; None where it has not been read yet: what rests on
+            it waits.
         geometry: The model that the bundle was fitted on; None leaves the comparison out.
         plan: The bundle's layers; empty leaves them out.
         environment: Variables of the process; None leaves them out.
     """
-    found = [*_flags(args), *_requests(args), *_dtype(args, model), *_model(model), *_ranks(args, model)]
+    found = [*_flags(args), *_requests(args)]
+    if model is not None:
+        found += [*of_model(args, model), *_ranks(args, model)]
+    elif geometry is not None and geometry.quantizable():
+        found += _ranks(args, geometry.quantizable()[0])
     found += _uncoded(plan)
     if geometry is not None:
+        found += _lengths(geometry)
+    if model is not None and geometry is not None:
         found += _shape(model, geometry)
         found += _rotary(model, geometry)
     if environment is not None:
         found += _environment(environment)
     return tuple(found)
+
+
+def of_model(args: Any, model: ModelFacts) -> tuple[Refusal, ...]:
+    """Return what is not served whatever the bundle and the other flags: the model's dtype, class and traits."""
+    return *_dtype(args, model), *_model(model)
 
 
 def refuse(found: Sequence[Refusal]) -> None:
@@ -113,12 +125,11 @@ def _model(model: ModelFacts) -> Iterator[Refusal]:
             yield Refusal(model.name, reason, "serve a model of full-attention layers that are alike")
 
 
-def _ranks(args: Any, model: ModelFacts) -> Iterator[Refusal]:
-    ranks = getattr(args, "tp_size", 1)
-    legal = [n for n in range(1, model.kv_heads + 1) if model.kv_heads % n == 0 and model.q_heads % n == 0]
+def _ranks(args: Any, of: ModelFacts | LayerGeometry) -> Iterator[Refusal]:
+    ranks, legal = getattr(args, "tp_size", 1), legal_ranks(of.q_heads, of.kv_heads)
     if ranks not in legal:
-        reason = f"each rank holds whole KV heads, and {model.name} has {model.kv_heads}"
-        yield Refusal(f"{RANKS} {shown(ranks)}", reason, f"{RANKS} {' or '.join(map(str, legal))}")
+        reason = f"{of.q_heads} query heads and {of.kv_heads} KV heads cannot be shared by so many ranks"
+        yield Refusal(f"{FLAG} {shown(ranks)}", reason, f"{FLAG} {' or '.join(map(str, legal))}")
 
 
 def _uncoded(plan: Sequence[LayerPlan]) -> Iterator[Refusal]:
@@ -126,6 +137,12 @@ def _uncoded(plan: Sequence[LayerPlan]) -> Iterator[Refusal]:
     if plain:
         layers = ", ".join(map(str, plain[:8])) + (", ..." if len(plain) > 8 else "")
         yield Refusal(f"layers {layers}", "the bundle leaves them BF16, and a pool has one layout", "fit every layer")
+
+
+def _lengths(geometry: ModelGeometry) -> Iterator[Refusal]:
+    if lengths := geometry.length_regimes():
+        reason = f"the length of the sequence selects its frequencies ({', '.join(lengths)}), which pages do not follow"
+        yield Refusal("RoPE", reason, "serve a model of one RoPE regime")
 
 
 def _shape(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
@@ -149,9 +166,7 @@ def _shape(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
 def _rotary(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
     """Compare kinds of RoPE, and frequencies where the configuration alone gives them."""
     remedy = "leave RoPE overrides out, or collect and fit with them"
-    if lengths := geometry.length_regimes():
-        reason = f"the length of the sequence selects its frequencies ({', '.join(lengths)}), which pages do not follow"
-        yield Refusal(f"{model.name} RoPE", reason, "serve a model of one RoPE regime")
+    if geometry.length_regimes():
         return
     kind = str(model.rope.get("rope_type", "none"))
     regimes = sorted({rope.regime for rope in geometry.ropes}) or ["none"]
@@ -169,13 +184,15 @@ def _rotary(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
 
 
 def _same_frequencies(rope: RopeSpec, layer: LayerGeometry, stated: Mapping[str, Any]) -> bool:
-    """Compare with ``theta^(-2 i / dims)``; a partial rotation must turn as many channels as the model states."""
+    """Compare with a model; a partial rotation must turn as many channels as it states."""
     dims = int(layer.d_k * float(stated.get("partial_rotary_factor", 1.0)))
-    theta = float(stated["rope_theta"])
-    wanted = [theta ** (-2 * index / dims) for index in range(dims // 2)]
-    return len(wanted) == len(rope.inv_freq) and all(
-        math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(wanted, rope.inv_freq, strict=True)
-    )
+    return dims // 2 == len(rope.inv_freq) and of_theta(rope, float(stated["rope_theta"]))
+
+
+def of_theta(rope: RopeSpec, theta: float) -> bool:
+    """Tell whether frequencies are ``theta^(-2 i / dims)``."""
+    wanted = [theta ** (-2 * index / rope.rotary_dims) for index in range(len(rope.inv_freq))]
+    return all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(wanted, rope.inv_freq, strict=True))
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[Refusal]:

@@ -15,18 +15,23 @@ tokens are the same and the codes nearly so; a replay is exact for requests with
 
 Which boundaries a page has behind it is remembered by its number, when tokens are computed in it. With a trace every
 prefill waits for the device to read page numbers; without one nothing is done.
+
+A trace that cannot be written any more, on a full disk, ends with one line on stderr and the server goes on: no answer
+depends on it, and other requests would be lost. Its last line may have no end.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcq.codecs.packing import PAGE_TOKENS
-from kvcq.errors import ResourceError
+from kvcq.errors import ResourceError, visible
 from kvcq.spec.boundary import Boundary
 
 Range = tuple[int, int]
@@ -40,6 +45,9 @@ class Sink(Protocol):
 
     def flush(self) -> Any:
         """Pass on what was written."""
+
+    def close(self) -> Any:
+        """Write no more."""
 
 
 class History(NamedTuple):
@@ -119,10 +127,15 @@ class Trace:
 
     Args:
         out: Gets a line a request.
+        name: Of it, for people.
+
+    Attributes:
+        active: Lines can still be written; nothing is noted otherwise.
     """
 
-    def __init__(self, out: Sink) -> None:
-        self._out = out
+    def __init__(self, out: Sink, name: str = "trace") -> None:
+        self._out, self._name = out, name
+        self.active = True
         self._running: dict[str, _Pass] = {}
         # Of each page, what lies before its end, of whoever computed it.
         self._pages: dict[int, History] = {}
@@ -135,7 +148,7 @@ class Trace:
             ResourceError: it cannot be written to.
         """
         try:
-            return cls(path.open("a", encoding="utf-8"))
+            return cls(path.open("a", encoding="utf-8"), str(path))
         except OSError as error:
             raise ResourceError(f"no trace can be written: {error.strerror}", where=path) from error
 
@@ -148,6 +161,8 @@ class Trace:
             counts: Tokens that each gets now.
             pages: Pages of each, at least those of all its tokens now.
         """
+        if not self.active:
+            return
         for rid, first, count, row in zip(rids, firsts, counts, pages, strict=True):
             if not count:
                 continue
@@ -165,7 +180,7 @@ class Trace:
         """Write the line of a request that lets go of its row.
 
         Args:
-            rid: Its id; one that never prefilled gets no line.
+            rid: Its id; one that never prefilled gets no line, and none does once writing has failed.
             tokens: Tokens that are stored of it, decoded ones included.
             pages: Pages of these tokens.
         """
@@ -178,9 +193,22 @@ class Trace:
             current.history = history._replace(decoded=(*history.decoded, (prompt, tokens)))
             self._remember(current, prompt, tokens)
         record = Record(rid, prompt, *history, adopted=_ranges(current.adopted, prompt))
-        self._out.write(record.line())
-        self._out.flush()
+        try:
+            self._out.write(record.line())
+            self._out.flush()
+        except OSError as error:
+            self._end(error)
         return record
+
+    def _end(self, error: OSError) -> None:
+        self.active = False
+        self._running.clear()
+        self._pages.clear()
+        why = visible(f"{error.strerror or error} ({self._name})")
+        print(f"kvcq: the trace ends, the server goes on: {why}", file=sys.stderr, flush=True)
+        # Closing writes what is left once more.
+        with suppress(OSError):
+            self._out.close()
 
     def _reuse(self, current: _Pass, pages: Sequence[Any]) -> None:
         """Begin behind a prefix: its last page knows what is behind it, and the others should know the same."""
@@ -211,5 +239,8 @@ def _ranges(pages: Iterable[int], stop: int) -> tuple[Range, ...]:
 
 
 def read_trace(path: Path) -> tuple[Record, ...]:
-    """Read the lines of a trace, in the order in which requests ended; a request that was retracted has several."""
-    return tuple(Record.of_line(line) for line in path.read_text(encoding="utf-8").splitlines())
+    """Read the lines of a trace, in the order in which requests ended; a request that was retracted has several.
+
+    What has no end of line, as where a disk was full, is no line.
+    """
+    return tuple(Record.of_line(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1])

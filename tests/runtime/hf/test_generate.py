@@ -74,6 +74,15 @@ def test_a_padded_batch_generates_what_the_library_does(model, exact, options):
     assert torch.equal(*answers)
 
 
+def test_inference_mode_generates_the_same(model, exact):
+    tokens, mask = tiny_tokens(60).view(2, 30).clone(), torch.ones(2, 30, dtype=torch.long)
+    tokens[1, :11], mask[1, :11] = 0, 0
+    wanted = generate(model, exact.new_cache(), tokens, mask=mask, prefill_chunk_size=9)
+    with torch.inference_mode():
+        found = generate(model, exact.new_cache(), tokens.clone(), mask=mask.clone(), prefill_chunk_size=9)
+    assert torch.equal(found, wanted)
+
+
 def test_an_assistant_model_drafts_for_a_lossless_cache(model, exact):
     assistant, tokens = double(num_hidden_layers=1), tiny_tokens(30)
     answers = [

@@ -15,6 +15,7 @@ from kvcq.errors import UnsupportedError
 from kvcq.models.geometry import plan_geometry
 from kvcq.pipeline.proof import prove
 from kvcq.runtime.hf.cache import Host
+from kvcq.runtime.hf.kernels import LayerKernels, describe
 from kvcq.runtime.hf.load import open_host
 from kvcq.runtime.hf.semantics import ByQuery, Deferred, Served
 from kvcq.runtime.hf.turn import Turns
@@ -49,6 +50,12 @@ def tiny(family="llama", dtype=torch.float32, **options):
     return model
 
 
+def shallow(family):
+    """As few layers as leave one quantized."""
+    layers = {"llama": 1, "qwen2": 1, "gemma2": 2, "gpt_oss": 2}
+    return {"num_hidden_layers": layers[family]} if family in layers else {}
+
+
 def both(model, k=INT2, v=INT2, **options):
     """Hosts of the same codecs: read by torch and by kernels."""
     return host_of(model, k, v, kernels=False, **options), host_of(model, k, v, kernels=True, **options)
@@ -73,8 +80,7 @@ def requests(cache):
 )
 def test_kernels_answer_and_store_as_torch_does(family, pair):
     # Families: softcap, learned sinks, biases, layers that share rows.
-    layers = {"llama": 1, "qwen2": 1, "gemma2": 2, "gpt_oss": 2}
-    model, tokens = tiny(family, **({"num_hidden_layers": layers[family]} if family in layers else {})), tiny_tokens(71)
+    model, tokens = tiny(family, **shallow(family)), tiny_tokens(71)
     logits, caches = [], []
     for host in both(model, *PAIRS[pair]):
         with host:
@@ -271,6 +277,12 @@ def test_what_reads_a_cache_is_told_with_the_reason():
         host_of(tiny(num_hidden_layers=1, head_dim=40), kernels=True)
 
 
+def test_what_writes_is_told_where_it_is_something_else():
+    both, keys = (LayerKernels("triton", "4 scales a row", None, writer) for writer in ("triton", "cuda (keys)"))
+    line = describe({0: both, 1: keys, 2: both})
+    assert line == "triton for 2 layers (4 scales a row); triton for 1 layer (4 scales a row), written by cuda (keys)"
+
+
 @on_cpu
 @pytest.mark.exhaustive
 def test_a_bundle_is_proven_to_be_on_with_kernels_and_takes_the_bytes_of_the_layout(tmp_path):
@@ -286,7 +298,7 @@ def test_a_bundle_is_proven_to_be_on_with_kernels_and_takes_the_bytes_of_the_lay
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2"])
 @pytest.mark.parametrize("pair", ["int2", "grouped keys", "vq"])
 def test_on_a_gpu_kernels_are_chosen_and_answer_as_torch_does(family, pair):
-    model, tokens = tiny(family, torch.bfloat16).cuda(), tiny_tokens(400)
+    model, tokens = tiny(family, torch.bfloat16, **shallow(family)).cuda(), tiny_tokens(400)
     logits = []
     for wanted in (False, None):
         codecs = {
@@ -297,5 +309,13 @@ def test_on_a_gpu_kernels_are_chosen_and_answer_as_torch_does(family, pair):
             cache = host.new_cache()
             assert cache.kernels.startswith("torch") == (wanted is False)
             logits.append(run(model, cache, tokens, [300, 1, 1, 97, 1]))
-    # In bfloat16 some codes of later layers fall on the other side of a level.
-    assert relative(logits[1], logits[0]) < 0.15
+    # With one quantized layer both code the same rows; what differs is roundings to bfloat16, of mapped queries and of
+    # outputs: 5e-3 to 9e-3 of a token's logits, 5e-5 of divergence, where torch is rounded in their place. Deeper
+    # layers would code rows that differ, and a code on the other side of a level is an error of a whole step: up to
+    # 0.1 after four layers. One token in twenty may be far off: a router that is near a border takes other experts.
+    ours, theirs = logits[1].double()[0], logits[0].double()[0]
+    apart = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert apart.quantile(0.95) < 2e-2
+    right = theirs.log_softmax(-1)
+    divergence = (right.exp() * (right - ours.log_softmax(-1))).sum(-1)
+    assert divergence.mean() < 1e-3

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcq.errors import InputError, MismatchError, ResourceError, UnsupportedError
 from kvcq.runtime.layout import BF16_BYTES, kv_bytes_per_token, window_bytes
-from kvcq.runtime.sglang.configurator import check_host, local_heads, make_configurator, pool_plan
+from kvcq.runtime.sglang.configurator import check_host, make_configurator, pool_plan
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 from kvcq.spec.plan import LayerPlan, Windows
@@ -109,12 +109,6 @@ def test_as_many_sinks_are_kept_as_requests_run_unless_told_otherwise():
     assert planned(entries=3).entries == 3
     with pytest.raises(InputError, match="-1 entries"):
         planned(entries=-1)
-
-
-@pytest.mark.parametrize(("kv_heads", "tp"), [(8, 3), (8, 12), (5, 2), (2, 0)])
-def test_ranks_that_cannot_share_the_heads_are_refused_with_those_that_can(kv_heads, tp):
-    with pytest.raises(MismatchError, match=r"--tp-size.*use 1, .*or a multiple"):
-        local_heads(kv_heads, tp)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from kvcq.runtime.sglang import metrics
 meters = metrics.publish(metrics.Facts(**{FACTS!r}), metrics=True)
 meters.occupancy(3, 2, 7)
 meters.clamp(5)
+meters.clamp(4)
 meters.fallback("no room")
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)

@@ -21,6 +21,7 @@ from kvcq.models.library import forward
 from kvcq.runtime.hf.load import load_cache
 from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.sglang import admission, metrics, plugin, versions
+from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.trace import read_trace
 from kvcq.spec.boundary import Boundary
 from tests.chain import make_world, python
@@ -207,6 +208,11 @@ def test_a_server_attends_and_traces_what_the_replay_of_its_trace_computes(start
     assert metrics.published().facts.bytes_per_token == runner.token_to_kv_pool.bytes_per_token
     for req in (a, b):
         runner.req_to_token_pool.free(req)
+    plugin._PROCESS.attention.clamped += 3
+    plugin._PROCESS.clamped = Later(plugin._PROCESS.attention.clamped)
+    for _ in range(2):
+        runner.req_to_token_pool.clear()
+    assert metrics.published().clamped == 3
     records = {record.rid: record for record in read_trace(tmp_path / "trace.jsonl")}
     carried = Boundary(40, "carried")
     assert records["a"].boundaries == (carried,) and records["a"].prompt == 76

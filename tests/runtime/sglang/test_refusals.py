@@ -91,13 +91,23 @@ def test_the_number_of_running_requests_must_be_set_and_fit(count):
     assert flags_of(found) == ["--max-running-requests"] and "1 to 4096" in found[0].remedy
 
 
-def test_ranks_must_divide_the_kv_heads():
-    for ranks in (1, 2, 4):
+def test_ranks_share_heads_or_repeat_them():
+    for ranks in (1, 2, 4, 8):
         assert refusals(served(tp_size=ranks), MODEL) == ()
-    for ranks in (3, 8, 16, "two"):
+        assert refusals(served(tp_size=ranks), None, geometry=geometry()) == ()
+    for ranks in (0, 3, 16, "two"):
         found = refusals(served(tp_size=ranks), MODEL)
-        assert flags_of(found) == ["--tp-size"] and "--tp-size 1 or 2 or 4" in found[0].remedy
-        assert "has 4" in found[0].reason
+        assert flags_of(found) == ["--tp-size"] and found[0].remedy == "--tp-size 1 or 2 or 4 or 8"
+        assert "8 query heads and 4 KV heads" in found[0].reason
+        assert refusals(served(tp_size=ranks), None, geometry=geometry()) == found
+
+
+def test_flags_and_layers_are_refused_before_the_model_is_known():
+    rope = RopeSpec(rotary_dims=32, inv_freq=frequencies(), regime="longrope:short")
+    plan = [LayerPlan(layer=0, reason="kept")]
+    found = refusals(served(page_size=1), None, geometry=geometry(rope=rope), plan=plan, environment={PLUGINS: "x"})
+    assert flags_of(found) == ["--page-size", "layers", "RoPE", PLUGINS]
+    assert refusals(served(), None, geometry=geometry(kind="sliding", window=8, kv_heads=0)) == ()
 
 
 @pytest.mark.parametrize("trait", TRAITS)
@@ -120,7 +130,14 @@ def test_every_kind_of_model_is_refused_with_its_reason(trait):
         ("encoder", {"is_encoder_decoder": True}),
         ("images", {"vision_config": {"depth": 2}}),
         ("heads", {"global_head_dim": 512}),
+        ("heads", {"swa_head_dim": 64}),
+        ("heads", {"swa_num_key_value_heads": 2}),
+        ("heads", {"num_global_key_value_heads": 8}),
+        ("heads", {"head_dim": None, "swa_head_dim": 64}),
+        ("heads", {"num_key_value_heads": None, "swa_num_key_value_heads": 4}),
         ("heads", {"num_key_value_heads": [4, 2]}),
+        ("heads", {"num_key_value_heads": (4, 4)}),
+        ("heads", {"block_configs": [{"attention": {"n_heads_in_group": 8}}]}),
         ("sparse", {"dual_chunk_attention_config": {"chunk_size": 8}}),
         ("listed", {"architectures": ["Llama4ForCausalLM"]}),
     ],
@@ -137,6 +154,12 @@ def test_a_configuration_shows_its_traits(trait, changes):
         {"sliding_window": 4096, "layer_types": ["full_attention", "full_attention"]},
         {"is_encoder_decoder": False, "attention_chunk_size": None},
         {"num_experts": 8, "vision_config": None},
+        # SGLang adds these to every configuration, with the numbers of all layers.
+        {"swa_head_dim": 32, "swa_num_key_value_heads": 4},
+        {"head_dim": None, "swa_head_dim": 32},
+        {"num_key_value_heads": None, "swa_num_key_value_heads": 8},
+        {"swa_head_dim": None, "global_head_dim": 0, "num_global_key_value_heads": None},
+        {"block_configs": None},
     ],
 )
 def test_a_plain_model_has_no_traits(changes):

@@ -13,7 +13,8 @@ from kvcq.kernels.arrays import Tables
 from kvcq.models.geometry import plan_geometry
 from kvcq.runtime.hf.semantics import Served
 from kvcq.runtime.sglang.attend import Attention, Rule, size_for
-from kvcq.runtime.sglang.layers import head_range, shard
+from kvcq.runtime.sglang.layers import shard
+from kvcq.runtime.sglang.ranks import head_range
 from kvcq.runtime.sglang.session import Board, extend_step
 from kvcq.spec.boundary import Boundary
 from kvcq.spec.plan import Windows
@@ -311,6 +312,18 @@ def test_forwards_that_were_not_prepared_are_refused():
 
 def test_work_lists_are_cut_for_powers_of_two():
     assert [size_for(batch, 48) for batch in (1, 2, 3, 5, 32, 33, 48)] == [1, 2, 4, 8, 32, 48, 48]
+
+
+def test_work_lists_of_every_size_share_one_workspace():
+    model = tiny_model("llama", num_hidden_layers=2)
+    stage = Stage(tables_of(model), WINDOWS)
+    attention = attention_of(stage, model)
+    attention.reserve(9)
+    sizes = [place.size for place in attention._decoders]
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[0] == 9 and sizes[-1] == 1
+    found = [decoder.partials for decoder in attention._decoders.values()]
+    assert {partials.o.data_ptr() for partials in found} == {found[0].o.data_ptr()}
+    assert [partials.mass.shape[0] for partials in found] == sizes
 
 
 def test_every_layer_tells_its_kernel():

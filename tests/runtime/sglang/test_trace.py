@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,47 @@ def test_a_trace_is_a_file_that_grows(tmp_path):
     assert read_trace(path) == (Record("a", 5), Record("b", 5))
     with pytest.raises(ResourceError, match="no trace can be written"):
         Trace.open(tmp_path / "nowhere" / "trace.jsonl")
+
+
+class Full(io.StringIO):
+    """A disk that has room for a line, and what its buffer holds when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = False
+
+    def flush(self):
+        if self.getvalue().count("\n") > 1:
+            raise OSError(28, "No space left on device")
+
+    def close(self):
+        self.ended = True
+        self.flush()
+
+
+def test_a_trace_that_cannot_be_written_ends_in_one_line_and_nothing_else_does(capsys):
+    out = Full()
+    trace = Trace(out, "t.jsonl")
+    for rid in "abc":
+        trace.extend([rid], [0], [9], [[1]])
+    assert trace.finish("a", 9, [1]) == Record("a", 9) and trace.active
+    trace.finish("b", 9, [1])
+    assert not trace.active and out.ended
+    # Neither those that run nor new ones.
+    trace.extend(["d"], [0], [9], [[1]])
+    assert trace.finish("c", 9, [1]) is None and trace.finish("d", 9, [1]) is None
+    assert capsys.readouterr().err == "kvcq: the trace ends, the server goes on: No space left on device (t.jsonl)\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_ends_a_trace(capsys):
+    trace = Trace.open(Path("/dev/full"))
+    trace.extend(["a"], [0], [9], [[1]])
+    trace.finish("a", 9, [1])
+    assert not trace.active and "No space left on device" in capsys.readouterr().err
+
+
+def test_a_line_without_its_end_is_left_out(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(Record("a", 5).line() + Record("b", 6).line()[:-9])
+    assert read_trace(path) == (Record("a", 5),)

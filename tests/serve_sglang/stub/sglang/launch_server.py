@@ -47,6 +47,17 @@ def early() -> None:
     if WAY == "unknown_flag":
         print("usage: sglang serve [-h]\nsglang serve: error: unrecognized arguments: --nonsense")
         sys.exit(2)
+    if WAY.startswith("scheduler"):
+        # One of its schedulers ends, by the plugin's will or by a signal, and the launcher falls over it.
+        print("[rank0] loading\nerror: no kernels: the codebook has other steps (layer 0): serve it elsewhere")
+        print("Traceback (most recent call last):\n  raise EOFError\nEOFError")
+        print(f"RuntimeError: Rank 0 scheduler died during initialization (exit code: {WAY[9:]}). If exit code is -9")
+        sys.exit(1)
+    if WAY == "raised":
+        print("Scheduler hit an exception: Traceback (most recent call last):\n  attend()")
+        print("kvcq.errors.UnsupportedError: logits depend on the position (layer 3)\n")
+        print("kill_process_tree called")
+        os.kill(os.getpid(), signal.SIGKILL)
     if WAY == "hook":
         print("INFO: loading\nerror: the hook match_cap of SGLang 0.5.15 is not in place: install another", flush=True)
         print("[rank 0] EOFError", flush=True)
