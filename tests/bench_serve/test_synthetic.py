@@ -29,6 +29,7 @@ from kvcq.models.weightless import (
 from kvcq.pipeline.bench_serve.synthetic import KINDS, is_synthetic, rotations, write_synthetic
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.compat import Sealed, check_model
+from kvcq.runtime.hf.kernels import _same_words
 from kvcq.runtime.layout import kv_bytes_per_token
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry
 from kvcq.spec.identity import Identity
@@ -72,6 +73,7 @@ def test_its_codecs_and_tables_build_and_code_rows(model, tmp_path, kind):
     assert set(codecs) == {0, 1} and all(isinstance(codec, HeadCodec) for codec in codecs.values())
     tables = Tables.of(codecs[1], 8, 128, 128, torch.float32, torch.device("cpu"))
     assert tables.vq == (kind == "vq") and tables.words == 1
+    assert _same_words(tables, codecs[1])
     rows = torch.randn(8, 16, 128, generator=torch.Generator().manual_seed(0))
     codec = codecs[1]
     k, v = codec.key_frame(rows), codec.value_frame(rows)

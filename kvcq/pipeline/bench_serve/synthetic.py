@@ -127,10 +127,11 @@ def _tensors(plan: tuple[LayerPlan, ...], geometry: ModelGeometry, rng: np.rando
             found[name] = rng.standard_normal(shape, dtype=np.float32)
         elif role == "codebook":
             words = rng.integers(-INT8_MAX, INT8_MAX, shape, dtype=np.int8, endpoint=True)
-            # Each group uses the whole range, as snapping leaves it; coordinates have the variance of unit rows.
+            # Each group uses the whole range, and its scale is a float32 quotient: snapping them again changes nothing.
             words[:, :, 0, 0] = INT8_MAX
-            scale = (3**0.5 / INT8_MAX) * rng.uniform(0.8, 1.2, shape[:2]).astype(np.float32)
-            found[name], found[f"{name}_scale"] = words, scale.astype(np.float32)
+            # Coordinates have the variance of unit rows.
+            scale = (3**0.5 * rng.uniform(0.8, 1.2, shape[:2])).astype(np.float32) / np.float32(INT8_MAX)
+            found[name], found[f"{name}_scale"] = words, scale
             found[f"{name}_fp16"] = (words * scale[..., None, None]).astype(np.float16)
     return found
 
