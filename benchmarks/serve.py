@@ -11,13 +11,15 @@ Runs `kvcq bench serve` with cells that belong together; each is meant to take l
     prefill   prompts that are computed, and prefix hits of 0, 50 and 100 %
     job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
 
-`--targets`, or `--read` without running anything, prints the targets: they hold for one H200 and the shape of Qwen3-8B
-with all its layers, unless they name another. Ends with 1 if something failed or, with --targets, a figure is missed.
+`--read` prints the tables and targets of runs that are over, or were cut short. `--targets` prints those of a run: they
+hold for one H200 and the shape of Qwen3-8B with all its layers, unless they name another. Ends with 1 if something
+failed or, with --targets or --read, a figure is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +29,7 @@ from typing import Any
 
 from kvcq import ServeBenchRequest, bench_serve
 from kvcq.cli.console import Console
-from kvcq.pipeline.bench_serve.result import BF16, ServeBenchResult
+from kvcq.pipeline.bench_serve.result import BF16, ArmRecord, ServeBenchResult
 from kvcq.pipeline.bench_serve.rows import Row
 
 # Each is meant for one machine at a time; the shapes have all their layers unless they say otherwise.
@@ -134,11 +136,12 @@ def print_targets(result: ServeBenchResult) -> bool:
 
 def read_result(paths: Sequence[Path]) -> Iterator[ServeBenchResult]:
     """Yield the results that runs have written, enough of them to print targets."""
-    fields = set(Row.__dataclass_fields__)
+    fields = {field.name for field in dataclasses.fields(Row)}
     for path in paths:
         plain: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = [Row(**{name: value for name, value in row.items() if name in fields}) for row in plain["rows"]]
-        yield ServeBenchResult(plain["machine"], plain["model"], rows=rows, seconds=plain["seconds"])
+        arms = [ArmRecord(**arm) for arm in plain["arms"]]
+        yield ServeBenchResult(plain["machine"], plain["model"], plain["settings"], arms, rows, plain["seconds"])
 
 
 def main() -> int:
@@ -162,7 +165,7 @@ def main() -> int:
         parser.error("name a run, or --read")
     holds = True
     for result in read_result(args.read):
-        print(f"{result.model}: {', '.join(result.machine.values())}")
+        print(result.text())
         holds &= print_targets(result)
     if args.run is None:
         return int(not holds)

@@ -16,11 +16,12 @@ import torch
 
 from kvcq.codecs.packing import page_views
 from kvcq.runtime.layout import page_bytes
-from kvcq.runtime.sglang import filled
+from kvcq.runtime.sglang import filled, plugin, versions
 from kvcq.runtime.sglang.filled import Filler, asked, fill_pages, fill_pool
 from kvcq.runtime.sglang.store import Prefill, SinkStore
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.plan import Windows
+from tests.runtime.sglang import small
 from tests.runtime.sglang.wheels import Sources, wheel
 
 ON = '{"kvcq_bench": {"filled": true}}'
@@ -245,6 +246,25 @@ def test_filled_pages_have_finite_scales_and_all_codes(dims, groups):
     assert (words[..., 0] >= 0.37).all() and (words[..., 0] <= 0.63).all()
     assert torch.allclose(words[..., 1].float(), -1.5 * words[..., 0].float(), atol=2e-3)
     assert len(k.unique()) == len(v.unique()) == 256
+
+
+def test_the_plugin_asks_the_filler_of_its_process(monkeypatch):
+    process, told = plugin._Process(), []
+    monkeypatch.setattr(plugin, "_PROCESS", process)
+    monkeypatch.setattr(process.filler, "before", lambda *given: told.append(given))
+    assert plugin.fill("req", "tree", cow_mamba=None) is None
+    assert plugin.fill("req", tree_cache="tree") is None and plugin.fill("req") is None
+    process.pools.append(SimpleNamespace(store="store"))
+    plugin.fill("req", "tree")
+    assert told == [("req", "tree", None)] * 2 + [("req", None, None), ("req", "tree", "store")]
+
+
+def test_the_hook_is_registered_beside_those_that_serving_rests_on(monkeypatch):
+    host = small.install(monkeypatch, "0.5.15.post1")
+    monkeypatch.setattr(versions, "installed", lambda: "0.5.15.post1")
+    plugin.activate()
+    assert (filled.TARGET, plugin.fill, small.HookType.BEFORE) in host.registry.hooks
+    assert "fill" not in plugin.FUNCTIONS
 
 
 def test_a_pool_of_another_kind_is_not_filled():
