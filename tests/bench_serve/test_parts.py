@@ -118,6 +118,18 @@ def test_a_trace_is_split_into_whole_steps(launches):
     assert sum(duration for _, duration in STEP) == pytest.approx(sum(CLASSES.values())) and GAP == 1.0
 
 
+def test_time_in_which_kernels_overlap_counts_once():
+    events = [event for event in make_events(5) if event.get("cat") == "kernel"]
+    for event in events:
+        if event["name"] == "_join":
+            # It is launched when the kernel before it begins, and waits for its end.
+            event["ts"], event["dur"] = event["ts"] - 21.0, event["dur"] + 21.0
+    found = split(events, 5)
+    # The pause between the two is now the time of the one that waits.
+    assert found.classes == pytest.approx(CLASSES | {"attention": CLASSES["attention"] + 2 * GAP})
+    assert sum(found.classes.values()) + found.gap == pytest.approx(found.step)
+
+
 def test_every_kernel_of_ours_has_a_class():
     from kvcq.kernels import decode, extend, merge, plan, query, windows, write
 

@@ -56,7 +56,7 @@ class Split:
     Attributes:
         steps: Whole steps that were averaged.
         step: From the start of one to that of the next.
-        classes: Busy time by class.
+        classes: Busy time by class; where kernels overlap, time belongs to the one that began first.
         top: Busy time of the kernels that take most, with their calls a step.
     """
 
@@ -122,9 +122,13 @@ def split(events: Iterable[Mapping[str, Any]], asked: int) -> Split:
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     busy: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
+    covered = 0.0
     for start, duration, name in kernels:
+        # Launches may overlap, one waiting for the other: what an earlier one covers is its time.
+        own = max(0.0, start + duration - max(start, covered))
+        covered = max(covered, start + duration)
         if first <= start < last:
-            busy[name] += duration / steps
+            busy[name] += own / steps
             calls[name] += 1
     classes = dict.fromkeys(CLASSES, 0.0)
     for name, duration in busy.items():

@@ -65,14 +65,17 @@ class Filler:
 
         # Keys of the tree are compared with each other by their type too.
         ids, allocator = array("q", req.origin_input_ids[:wanted]), tree.token_to_kv_pool_allocator
-        if store is not None:
-            store.plant(ids, req.extra_key)
 
         def match() -> Tensor:
             found: Tensor = tree.match_prefix(MatchPrefixParams(key=RadixKey(ids, req.extra_key))).device_indices
             return found
 
+        def keep_sinks() -> None:
+            if store is not None:
+                store.plant(ids, req.extra_key)
+
         if len(match()) == wanted:
+            keep_sinks()
             return
         rest = len(req.origin_input_ids) - wanted + req.sampling_params.max_new_tokens + 2 * PAGE_TOKENS
         if allocator.available_size() + tree.evictable_size() < wanted + rest:
@@ -88,6 +91,7 @@ class Filler:
         if slots is not None:
             slots = torch.cat([found.to(torch.int64), slots.to(torch.int64)])
             tree.insert(InsertParams(key=RadixKey(ids, req.extra_key), value=slots))
+            keep_sinks()
 
 
 def asked(overrides: str | None) -> bool:
