@@ -251,6 +251,14 @@ def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) 
     assert found["INT2 against BF16"] == (pytest.approx(6.05), True)
     assert found["INT2 against the kernel of OSCAR"] == (pytest.approx(1070.3 / 160), True)
     assert not any(name.startswith("VQ") for name in found)
+    assert {target.against for target in script.TARGETS if target.op == "extend"} == {"flash"}
+    shape = next(shape for shape in EXTEND if shape.label == "1x4k+28k")
+    rows = [
+        Row("extend", shape, "bf16", "flash", Timing(6000.0, 6000.0, 6000.0, 4), None, 4000.0),
+        Row("extend", shape, "int2", "triton", Timing(6600.0, 6600.0, 6600.0, 4), None, 4000.0),
+    ]
+    for given, wanted in ((rows, [(pytest.approx(1.1), True)]), (rows[1:], [])):
+        assert [(value, holds) for _, value, holds in script.reached(BenchResult(rows=given))] == wanted
 
 
 def sample() -> BenchResult:
