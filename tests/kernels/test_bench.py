@@ -251,6 +251,10 @@ def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) 
     assert found["INT2 against BF16"] == (pytest.approx(6.05), True)
     assert found["INT2 against the kernel of OSCAR"] == (pytest.approx(1070.3 / 160), True)
     assert not any(name.startswith("VQ") for name in found)
+    assert all(target.kernel for target in script.TARGETS if target.op == "decode" and target.codec == "vq")
+    assert not script.restricted(BenchRequest(ops=("decode", "write", "extend"), codecs=("int2", "vq")))
+    for changes in ({"shapes": ("1x8k",)}, {"ops": ("decode",)}, {"codecs": ("vq",)}):
+        assert script.restricted(BenchRequest(**changes))
     assert {target.against for target in script.TARGETS if target.op == "extend"} == {"flash"}
     shape = next(shape for shape in EXTEND if shape.label == "1x4k+28k")
     rows = [
