@@ -89,6 +89,11 @@ def merge(
 ) -> None:
     """Write the attention outputs of a step; every element of `out` is written.
 
+    Precondition: the launch in front on the stream is the decode of this plan and these partials, or one that the next
+    launch waits for in whole; and what wrote R_V ran in front of that decode. R_V is read before this launch waits,
+    see `overlap`: a merge behind another merge, or behind a launch that lets the next one come before it has waited
+    itself, could read R_V while it is still written.
+
     Args:
         tables: Constants of the layer.
         plan: Updated for this step.
