@@ -16,7 +16,7 @@ ROOT = Path(kvcq.kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Files with a function `variants`: those that launch.
 LAUNCHING = [path.stem for path in FILES if path.parent == ROOT and "\ndef variants(" in path.read_text("utf-8")]
-PARTS = 2
+PARTS = 4
 # Each makes the host wait for the device, or is left over from debugging; the reference runs on the host anyway.
 SYNCS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 HOST = {"reference.py"}
