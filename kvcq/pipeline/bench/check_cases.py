@@ -145,13 +145,17 @@ LONG = (
     _decode("vq", 256, 4),
     DecodeCase("int2", 128, 5, backends=("cuda",)),
 )
-DECODES = LONG + tuple(
-    _decode(codec, d, group, FEW_LENGTHS)
-    for d in sorted(HEAD_DIMS, reverse=True)
-    for codec in ("vq", "int2")
-    for group in (4, 1)
-    if (codec, d, group) not in {(case.codec, case.d, case.group) for case in LONG}
-)
+_LONG = {(case.codec, case.d, case.group) for case in LONG}
+_WIDEST = sorted(HEAD_DIMS, reverse=True)
+# Every head dim: one scale with one and four query heads a KV head, four scales with either.
+_SHORT = [(codec, d, group) for d in _WIDEST for codec in ("vq", "int2") for group in (4, 1)]
+_SHORT += [
+    (codec, d, 4)
+    for d in _WIDEST
+    for codec in ("vqx4", "int2x4")
+    if (codec, d) not in {(case.codec, case.d) for case in LONG}
+]
+DECODES = LONG + tuple(_decode(*shape, FEW_LENGTHS) for shape in _SHORT if shape not in _LONG)
 SLOW_WRITES = (
     _write("vqx4", 256, "triton"),
     _write("vq", 128, "triton", WRITTEN),
@@ -163,14 +167,10 @@ SLOW_WRITES = (
 )
 WRITES = SLOW_WRITES + tuple(_write(codec, d, "cuda", WRITTEN) for d in (128, 64) for codec in ("vq", "int2"))
 EXTENDS = (
-    ExtendCase("vq", 256, 4, FEW_CHUNKS),
-    ExtendCase("int2", 256, 1, FEW_CHUNKS),
+    *(ExtendCase(codec, 256, group, FEW_CHUNKS) for codec in ("vq", "int2") for group in (4, 1)),
     ExtendCase("int2", 128, 4),
     ExtendCase("vq", 128, 4),
-    ExtendCase("vq", 80, 1, FEW_CHUNKS),
-    ExtendCase("int2", 80, 4, FEW_CHUNKS),
-    ExtendCase("vq", 64, 4, FEW_CHUNKS),
-    ExtendCase("int2", 64, 1, FEW_CHUNKS),
+    *(ExtendCase(codec, d, group, FEW_CHUNKS) for d in (80, 64) for codec in ("vq", "int2") for group in (4, 1)),
 )
 # Those whose compilation takes longest begin first.
 CASES: tuple[Case, ...] = (*SLOW_WRITES, *EXTENDS, *DECODES, *WRITES[len(SLOW_WRITES) :])
