@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
-from kvcq.errors import MismatchError, shown
+from kvcq.errors import MismatchError, UnsupportedError, shown
 from kvcq.models.source import ModelSource
 from kvcq.runtime.sglang.facts import TEXT_CONFIGS, ModelFacts, model_facts
 from kvcq.runtime.sglang.refusals import of_theta
@@ -75,7 +75,7 @@ def stated_facts(source: ModelSource, overrides: Mapping[str, Any]) -> ModelFact
         return None
     try:
         facts = model_facts({**config, **overrides})
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+    except UnsupportedError:
         # The library that reads it for good says what is wrong with it.
         return None
     return replace(facts, traits=facts.traits - UNSURE)

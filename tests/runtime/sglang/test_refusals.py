@@ -75,6 +75,19 @@ def test_every_flag_is_refused_by_name_with_its_reason_and_what_is_legal(rule):
     assert rule.reason in line and rule.flag in line and "--engine hf" in line and caught.value.exit_code == 2
 
 
+def test_other_names_of_the_same_numbers_are_read():
+    old = {"model_type": "gpt2", "n_head": 4, "n_layer": 3, "n_embd": 64}
+    found = model_facts(old)
+    assert (found.layers, found.q_heads, found.kv_heads, found.d_k) == (3, 4, 4, 16)
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": None}, {"num_hidden_layers": [1]}, {"hidden_size": "x"}])
+def test_a_shape_that_cannot_be_read_is_refused_in_one_line(changes):
+    with pytest.raises(UnsupportedError, match="the shape of its layers cannot be read") as caught:
+        model_facts({**CONFIG, "head_dim": None, **changes})
+    assert "\n" not in str(caught.value) and caught.value.where == "llama config.json"
+
+
 def test_the_line_holds_the_first_refusal_and_says_how_many_more_there_are():
     found = refusals(served(page_size=1, enable_mixed_chunk=True, kv_cache_dtype="fp8_e5m2"), MODEL)
     with pytest.raises(UnsupportedError, match=r"a page is one block .*, and 2 more \(--page-size 1\)"):
