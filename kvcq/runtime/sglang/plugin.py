@@ -151,6 +151,13 @@ def report(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return metrics.report(result)
 
 
+def keep_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Around ``BaseTpWorker.update_weights_from_*``: answer as SGLang answers what fails, and load nothing."""
+    if not _PROCESS.pools:
+        return original(self, recv_req)
+    return False, "kvcq: the bundle was fitted for the loaded weights; start a server with a bundle for the new ones"
+
+
 # The function of each hook, by the names of `hooks.HOOKS`.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -162,6 +169,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "sink_unpin": sink_unpin,
         "sink_clear": sink_clear,
         "report": report,
+        "weights_disk": keep_weights,
+        "weights_tensor": keep_weights,
+        "weights_distributed": keep_weights,
+        "weights_ipc": keep_weights,
     }
 )
 

@@ -262,9 +262,19 @@ def test_a_release_outside_the_window_is_told_and_left_alone(monkeypatch, capsys
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])
+def test_other_weights_are_not_loaded_under_a_bundle(start, source):
+    host = start()
+    update = getattr(host.Worker(), f"update_weights_from_{source}")
+    assert update(object()) == (True, "loaded")
+    build(host)
+    done, why = update(object())
+    assert not done and why.startswith("kvcq: the bundle was fitted for the loaded weights")
+
+
 @pytest.mark.parametrize("version", ["0.5.15.post1", "0.5.17"])
 @pytest.mark.parametrize(
-    "name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear", "report"]
+    "name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear", "report", "weights_disk"]
 )
 def test_without_any_one_hook_there_is_no_server(start, capsys, monkeypatch, name, version):
     whole = plugin.FUNCTIONS[name]
