@@ -63,7 +63,9 @@ def serve_sglang(
     from kvcq.pipeline.sglang.running import Served, run
 
     outline = open_outline(request, given, bundle, reporter)
-    command = build_command(request, given, outline.location, port, _settings(request, bundle).plain())
+    command = build_command(
+        request, given, outline.location, port, _settings(request, bundle).plain(), machine.sglang
+    )
     # The last word is the plugin's, in the server, with every flag as SGLang has resolved it.
     refuse(
         refusals(

@@ -117,6 +117,19 @@ def test_what_kvcq_sets_comes_last_and_the_users_overrides_stay():
     assert told.index("--page") < told.index("--page-size")
 
 
+def test_graphs_of_prefills_are_off_unless_a_kind_is_asked_for():
+    def ends(*tokens, **more):
+        told = build_command(request(), read_given(tokens), "m", 1, {}, **more)
+        return [part for part in told if "prefill" in part or "piecewise" in part or part == "disabled"]
+
+    assert ends() == ["--cuda-graph-backend-prefill", "disabled"]
+    assert ends(release="0.5.14") == ends(release="0.5.17") == ends()
+    for release in ("0.5.13", "0.5.13.post1"):
+        assert ends(release=release) == ["--disable-piecewise-cuda-graph"]
+    assert ends("--cuda-graph-backend-prefill", "breakable") == ["--cuda-graph-backend-prefill"]
+    assert ends("--enable-breakable-cuda-graph", release="0.5.13") == []
+
+
 def test_what_is_not_asked_for_is_not_passed():
     told = build_command(request(), Given(), "m", 1, {})
     for name in ("--revision", "--served-model-name", "--chat-template", "--context-length", "--trust-remote-code"):

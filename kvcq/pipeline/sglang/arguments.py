@@ -11,6 +11,7 @@ from typing import Any
 from kvcq.errors import InputError, shown
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.layout import PAGE
+from kvcq.runtime.sglang.versions import TESTED
 
 BACKEND = "kvcq"
 OVERRIDES = "--json-model-override-args"
@@ -51,6 +52,10 @@ UNPROVABLE = {
 }
 SET = {"page_size": str(PAGE), "attention_backend": BACKEND}
 MANY = {"dp_size": "ranks of data parallelism share no prefix", "nnodes": "kvcq serve watches one machine"}
+
+
+# What chooses a kind of prefill graphs; none of them was ever run with 2-bit pages, so they are off otherwise.
+GRAPHS = ("cuda_graph_backend_prefill", "enable_breakable_cuda_graph", "enforce_piecewise_cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,12 @@ def read_given(tokens: Sequence[str]) -> Given:
 
 
 def build_command(
-    request: SglangRequest, given: Given, location: str, port: int, settings: Mapping[str, Any]
+    request: SglangRequest,
+    given: Given,
+    location: str,
+    port: int,
+    settings: Mapping[str, Any],
+    release: str = TESTED,
 ) -> tuple[str, ...]:
     """Return the command of the server; what kvcq sets comes last, so that nothing before it wins.
 
@@ -129,6 +139,7 @@ def build_command(
         location: Folder or hub id of the model.
         port: To listen on.
         settings: What the plugin reads from the model's configuration, under the key ``kvcq``.
+        release: Of SGLang.
     """
     overrides = json.dumps(given.overrides | {BACKEND: dict(settings)}, sort_keys=True)
     options: dict[str, str | None] = {
@@ -145,8 +156,15 @@ def build_command(
         "json_model_override_args": overrides,
     }
     own = [part for name, value in options.items() if value is not None for part in (flag(name), value)]
+    own += [] if any(name in given.values for name in GRAPHS) else _no_prefill_graphs(release)
     bare = ["--enable-metrics"] + (["--trust-remote-code"] if request.trust_remote_code else [])
     return (sys.executable, "-m", "sglang.launch_server", *given.tokens, *own, *bare)
+
+
+def _no_prefill_graphs(release: str) -> list[str]:
+    """Return the flag that turns graphs of prefills off; 0.5.13 has a switch for the one kind that it knows."""
+    early = release.split(".")[:3] == ["0", "5", "13"]
+    return ["--disable-piecewise-cuda-graph"] if early else ["--cuda-graph-backend-prefill", "disabled"]
 
 
 def _value(text: str) -> Any:

@@ -13,7 +13,15 @@ from typing import Any
 
 from kvcq.errors import UnsupportedError, shown
 from kvcq.runtime.sglang.facts import TRAITS, ModelFacts
-from kvcq.runtime.sglang.flags import BACKEND, MAX_REQUESTS, PLUGINS, RULES, SWITCHES
+from kvcq.runtime.sglang.flags import (
+    BACKEND,
+    MAX_REQUESTS,
+    PLUGINS,
+    PREFILL,
+    PREFILL_GRAPHS,
+    RULES,
+    SWITCHES,
+)
 from kvcq.runtime.sglang.ranks import FLAG, legal_ranks
 from kvcq.runtime.sglang.versions import INSTEAD
 from kvcq.spec.geometry import LayerGeometry, ModelGeometry, RopeSpec
@@ -62,7 +70,7 @@ def refusals(
         plan: The bundle's layers; empty leaves them out.
         environment: Variables of the process; None leaves them out.
     """
-    found = [*_flags(args), *_requests(args)]
+    found = [*_flags(args), *_graphs(args), *_requests(args)]
     if model is not None:
         found += [*of_model(args, model), *_ranks(args, model)]
     elif geometry is not None and geometry.quantizable():
@@ -101,6 +109,19 @@ def _flags(args: Any) -> Iterator[Refusal]:
         if not any(value is legal or (type(value) is type(legal) and value == legal) for legal in rule.legal):
             given = rule.flag if value is True else f"{rule.flag} {shown(value)}"
             yield Refusal(given, rule.reason, rule.remedy)
+
+
+def _graphs(args: Any) -> Iterator[Refusal]:
+    """Look at the kind of prefill graphs that SGLang has chosen in the end, whatever flag or default chose it."""
+    kind = getattr(getattr(getattr(args, "cuda_graph_config", None), "prefill", None), "backend", None)
+    remedy = f"--cuda-graph-backend-prefill {' or '.join(PREFILL_GRAPHS)}"
+    if kind is None and getattr(args, "disable_piecewise_cuda_graph", None) is False:
+        # Of 0.5.13, which has two switches in place of kinds.
+        kind = "breakable" if getattr(args, "enable_breakable_cuda_graph", False) else "piecewise"
+        remedy = "--disable-piecewise-cuda-graph"
+    named = getattr(args, "cuda_graph_backend_prefill", None) == kind
+    if kind is not None and kind not in PREFILL_GRAPHS and not named:
+        yield Refusal(f"CUDA graphs of prefills, kind {kind}", PREFILL, remedy)
 
 
 def _requests(args: Any) -> Iterator[Refusal]:

@@ -88,6 +88,37 @@ def test_a_shape_that_cannot_be_read_is_refused_in_one_line(changes):
     assert "\n" not in str(caught.value) and caught.value.where == "llama config.json"
 
 
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full"))}, "full"),
+        ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))}, "tc_piecewise"),
+        ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))}, None),
+        ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))}, None),
+        ({"disable_piecewise_cuda_graph": False}, "piecewise"),
+        ({"disable_piecewise_cuda_graph": False, "enable_breakable_cuda_graph": True}, None),
+        ({"disable_piecewise_cuda_graph": True}, None),
+    ],
+)
+def test_graphs_of_prefills_are_refused_by_the_kind_that_was_chosen_in_the_end(args, kind):
+    found = refusals(served(**args), MODEL)
+    assert [refusal.flag for refusal in found] == ([] if kind is None else [f"CUDA graphs of prefills, kind {kind}"])
+
+
+def test_every_release_says_which_graphs_of_prefills_it_chose(sources):
+    fields = set(sources.fields(ARGS))
+    if sources.version.startswith("0.5.13"):
+        assert {"disable_piecewise_cuda_graph", "enable_breakable_cuda_graph"} <= fields
+        assert "--disable-piecewise-cuda-graph" in spellings(sources)
+        return
+    assert {"cuda_graph_config", "cuda_graph_backend_prefill"} <= fields
+    config = sources.text("sglang.srt.model_executor.cuda_graph_config")
+    for name, value in (("BREAKABLE", "breakable"), ("DISABLED", "disabled"), ("FULL", "full")):
+        assert f'{name} = "{value}"' in config
+    text = sources.text("sglang.srt.server_args")
+    assert '_set(Phase.PREFILL, "backend", self.cuda_graph_backend_prefill)' in text
+
+
 def test_the_line_holds_the_first_refusal_and_says_how_many_more_there_are():
     found = refusals(served(page_size=1, enable_mixed_chunk=True, kv_cache_dtype="fp8_e5m2"), MODEL)
     with pytest.raises(UnsupportedError, match=r"a page is one block .*, and 2 more \(--page-size 1\)"):
