@@ -75,7 +75,7 @@ def serve_sglang(
             plan=bundle.manifest.plan,
         )
     )
-    memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes)
+    memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes, request.sink_entries)
     reporter.note(memory.line())
     return run(Served(request, bundle, outline, machine, memory), command, port, given.key, on_ready, reporter)
 
@@ -111,4 +111,4 @@ def _free_port(request: SglangRequest) -> int:
 
 def _settings(request: SglangRequest, bundle: Bundle) -> Settings:
     trace = None if request.trace is None else request.trace.resolve()
-    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace)
+    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace, request.sink_entries)

@@ -86,6 +86,7 @@ def check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> N
         ("bytes of a token", "bytes_per_token", pool.cell),
         ("bytes of the exact rows of a request", "window_bytes", pool.request_bytes),
         ("requests at once", "running", pool.requests),
+        ("entries of sinks", "sinks", pool.entries),
         ("ranks", "ranks", memory.ranks),
     ):
         if record.get(name) != wanted:

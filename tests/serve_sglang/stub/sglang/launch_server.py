@@ -74,7 +74,7 @@ BUNDLE = open_bundle(Path(SETTINGS["bundle"]))
 MANIFEST, CANARY = BUNDLE.manifest, BUNDLE.canary
 RECENT = MANIFEST.recipe.windows.recent
 RUNNING = int(FLAGS["--max-running-requests"])
-POOL = pool_of(MANIFEST, 1, RUNNING)
+POOL = pool_of(MANIFEST, 1, RUNNING, SETTINGS.get("sink_entries"))
 SEEN: list[list[int]] = []
 ASKED = {"health": 0, "info": 0, "generate": 0}
 if log := os.environ.get("KVCQ_STUB_LOG"):
@@ -93,6 +93,7 @@ def record() -> dict:
         "window_bytes": POOL.request_bytes,
         "capacity": 6400,
         "running": RUNNING,
+        "sinks": POOL.entries,
         "ranks": 1,
         "rank": 0,
         "kernels": {str(entry.layer): "cuda" for entry in MANIFEST.plan},
