@@ -72,6 +72,7 @@ def serve_sglang(
             parse(command[3:]),
             model_facts(outline.config),
             geometry=bundle.manifest.geometry,
+            identity=bundle.manifest.identity,
             plan=bundle.manifest.plan,
         )
     )

@@ -16,7 +16,7 @@ from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import MismatchError, UnsupportedError, shown
 from kvcq.models.source import ModelSource
 from kvcq.runtime.sglang.facts import TEXT_CONFIGS, ModelFacts, model_facts
-from kvcq.runtime.sglang.refusals import of_theta
+from kvcq.runtime.sglang.frequencies import differs
 from kvcq.spec.geometry import ModelGeometry
 
 # By field of a geometry.
@@ -124,5 +124,5 @@ def _rotary(text: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[tuple[
     theta, pairs = settings.get("rope_theta", text.get("rope_theta")), len(rope.inv_freq)
     if rope.regime != "default" or kind not in (None, "default") or not isinstance(theta, int | float):
         return
-    if theta > 0 and pairs > 1 and not of_theta(rope, float(theta)):
+    if theta > 0 and pairs > 1 and differs(rope, {"rope_type": "default", "rope_theta": theta}, rope.rotary_dims):
         yield "rope_theta", round(rope.inv_freq[-1] ** (rope.rotary_dims / 2 / (1 - pairs)), 1), theta

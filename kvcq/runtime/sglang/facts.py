@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcq.errors import UnsupportedError
+from kvcq.models.fingerprint import BIAS_FLAGS, NORM_FLAGS, flags_of
 
 # Why a model with a trait is not served.
 TRAITS = MappingProxyType(
@@ -69,6 +70,8 @@ class ModelFacts:
         dtype: In which SGLang would run it with ``--dtype auto``.
         named: The configuration names its architecture, which SGLang picks its own code by.
         traits: Keys of `TRAITS`.
+        vocabulary: Rows of the embedding; None where it states none.
+        flags: Of norms and biases, those that it states.
         rope: The rotary settings: ``rope_type``, ``rope_theta`` and what else they state; empty where there are none.
     """
 
@@ -81,6 +84,8 @@ class ModelFacts:
     dtype: str = "bfloat16"
     named: bool = True
     traits: frozenset[str] = frozenset()
+    vocabulary: int | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -132,6 +137,8 @@ def _facts(name: str, config: Mapping[str, Any], text: Mapping[str, Any], sglang
         dtype=_dtype(text) if sglang is None else str(sglang.dtype).removeprefix("torch."),
         named=bool(config.get("architectures")),
         traits=_traits(name, config, text) | (frozenset() if sglang is None else _seen(sglang)),
+        vocabulary=text.get("vocab_size") if type(text.get("vocab_size")) is int else None,
+        flags=flags_of(text, (*NORM_FLAGS, *BIAS_FLAGS)),
         rope=_rope(text),
     )
 

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import KvcqError
+from kvcq.models.fingerprint import build_provenance
 from kvcq.runtime.sglang import admission, metrics, versions
 from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
@@ -30,6 +32,7 @@ from kvcq.runtime.sglang.pool import check_pool, make_pool_class
 from kvcq.runtime.sglang.refusals import refusals, refuse
 from kvcq.runtime.sglang.settings import Settings
 from kvcq.runtime.sglang.trace import Trace
+from kvcq.spec.identity import Provenance
 from kvcq.version import __version__
 
 
@@ -74,7 +77,17 @@ def refuse_flags(result: Any, self: Any) -> None:
         manifest = Settings.of_config(config.hf_config).open().manifest
         facts = model_facts(config.hf_config.to_dict(), config)
         variables = environment(envs)
-        refuse(refusals(self, facts, geometry=manifest.geometry, plan=manifest.plan, environment=variables))
+        refuse(
+            refusals(
+                self,
+                facts,
+                geometry=manifest.geometry,
+                identity=manifest.identity,
+                plan=manifest.plan,
+                environment=variables,
+            )
+        )
+        _warn_of_weights(manifest.provenance, getattr(self, "model_path", None))
 
 
 def size(original: Callable[[Any], Any], host: Any) -> Any:
@@ -256,6 +269,19 @@ def _open(host: Any) -> tuple[Settings, Bundle, PoolPlan]:
         )
         _PROCESS.opened = (settings, bundle, plan)
     return _PROCESS.opened
+
+
+def _warn_of_weights(fitted: Provenance, location: Any) -> None:
+    """Tell where local weight files are not those that the bundle was fitted on; a hub's are not looked for."""
+    if not fitted.weights or not isinstance(location, str) or not Path(location).is_dir():
+        return
+    try:
+        found = build_provenance(Path(location).name, folder=Path(location)).weights
+    except OSError:
+        return
+    if found and found != fitted.weights:
+        line = f"warning: kvcq: the bundle was fitted on other weights ({fitted.source}, not {Path(location).name})"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _install(built: Any) -> None:

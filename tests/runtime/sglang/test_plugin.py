@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import shutil
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -260,6 +261,19 @@ def test_a_release_outside_the_window_is_told_and_left_alone(monkeypatch, capsys
     assert host.choices == ["triton"] and not host.backends and not host.registry.hooks
     assert "0.5.23" in (line := capsys.readouterr().err) and line.startswith("kvcq is not loaded: ")
     assert line.count("\n") == 1
+
+
+def test_other_weight_files_are_told_on_stderr_and_served(start, world, capsys, tmp_path):
+    start(model_path=str(world[0])).args.check_server_args()
+    assert "other weights" not in capsys.readouterr().err
+    shutil.copytree(world[0], tmp_path / "tuned")
+    weights = next((tmp_path / "tuned").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    start(model_path=str(tmp_path / "tuned")).args.check_server_args()
+    line = capsys.readouterr().err
+    assert line.startswith("warning: kvcq: the bundle was fitted on other weights") and line.count("\n") == 1
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])

@@ -104,6 +104,7 @@ def record() -> dict:
         "bytes": {"bytes_per_token": POOL.cell * 7},
         "window": {"window_bytes": 0},
         "kernels": {"kernels": {"0": "cuda"}},
+        "slow_kernel": {"kernels": told["kernels"] | {"0": "torch"}},
         "fallback": {"fallbacks": {"layer 0": 1}},
         "capacity": {"capacity": 0},
     }
