@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from kvcq.pipeline.sglang.memory import plan_memory
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.sglang.facts import model_facts
 from kvcq.runtime.sglang.flags import parse
+from kvcq.runtime.sglang.gate import lock_of
 from kvcq.runtime.sglang.refusals import refusals, refuse
 from kvcq.runtime.sglang.settings import Settings
 
@@ -63,8 +65,9 @@ def serve_sglang(
     from kvcq.pipeline.sglang.running import Served, run
 
     outline = open_outline(request, given, bundle, reporter)
+    token = secrets.token_hex(32)
     command = build_command(
-        request, given, outline.location, port, _settings(request, bundle).plain(), machine.sglang
+        request, given, outline.location, port, _settings(request, bundle, token).plain(), machine.sglang
     )
     # The last word is the plugin's, in the server, with every flag as SGLang has resolved it.
     refuse(
@@ -78,7 +81,7 @@ def serve_sglang(
     )
     memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes, request.sink_entries)
     reporter.note(memory.line())
-    return run(Served(request, bundle, outline, machine, memory), command, port, given.key, on_ready, reporter)
+    return run(Served(request, bundle, outline, machine, memory), command, port, given.key, token, on_ready, reporter)
 
 
 def _open_bundle(request: SglangRequest) -> Bundle:
@@ -110,6 +113,6 @@ def _free_port(request: SglangRequest) -> int:
         ) from None
 
 
-def _settings(request: SglangRequest, bundle: Bundle) -> Settings:
+def _settings(request: SglangRequest, bundle: Bundle, token: str) -> Settings:
     trace = None if request.trace is None else request.trace.resolve()
-    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace, request.sink_entries)
+    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace, request.sink_entries, gate=lock_of(token))

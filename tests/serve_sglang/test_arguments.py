@@ -63,6 +63,9 @@ def test_flags_are_read_by_field():
         (["--grpc-mode"], "over HTTP"),
         (["--dp", "2"], "share no prefix"),
         (["--nnodes", "2"], "one machine"),
+        (["--tokenizer-worker-num", "2"], "before the proof"),
+        (["--enable-http2"], "before the proof"),
+        (["--grpc-port", "9"], "before the proof"),
         (["--json-model-override-args", "{"], "not a JSON object"),
         (["--json-model-override-args", "[1]"], "not a JSON object"),
         (["--json-model-override-args"], "not a JSON object"),
@@ -112,7 +115,7 @@ def test_what_kvcq_sets_comes_last_and_the_users_overrides_stay():
         "b": 1,
         "kvcq": {"bundle": "/x", "digest": "d"},
     }
-    assert told[-2:] == ("--enable-metrics", "--trust-remote-code")
+    assert told[-3:] == ("--enable-metrics", "--skip-server-warmup", "--trust-remote-code")
     # An abbreviation, which argparse takes too, comes before what kvcq sets.
     assert told.index("--page") < told.index("--page-size")
 

@@ -66,6 +66,7 @@ def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, c
             "digest": told["digest"],
             "trace": str(tmp_path / "t.jsonl"),
             "sink_entries": 3,
+            "gate": settings["gate"],
         }
         assert Settings.of(settings).plain() == settings
         found, out, err = end(process, number)

@@ -47,11 +47,17 @@ UNPROVABLE = {
     "ssl_certfile": "the proof is asked over plain HTTP",
     "grpc_mode": "the proof is asked over HTTP",
     "encoder_only": "it attends to no cache",
+    "enable_http2": "it may answer before the proof",
+    "grpc_port": "it would answer before the proof",
     "use_ray": "kvcq serve watches one process tree",
     "skip_tokenizer_init": "answers would have no text",
 }
 SET = {"page_size": str(PAGE), "attention_backend": BACKEND}
-MANY = {"dp_size": "ranks of data parallelism share no prefix", "nnodes": "kvcq serve watches one machine"}
+MANY = {
+    "dp_size": "ranks of data parallelism share no prefix",
+    "nnodes": "kvcq serve watches one machine",
+    "tokenizer_worker_num": "its processes would answer before the proof",
+}
 
 
 # What chooses a kind of prefill graphs; none of them was ever run with 2-bit pages, so they are off otherwise.
@@ -157,7 +163,8 @@ def build_command(
     }
     own = [part for name, value in options.items() if value is not None for part in (flag(name), value)]
     own += [] if any(name in given.values for name in GRAPHS) else _no_prefill_graphs(release)
-    bare = ["--enable-metrics"] + (["--trust-remote-code"] if request.trust_remote_code else [])
+    # SGLang would ask itself without the token of the gate: the proof warms it up.
+    bare = ["--enable-metrics", "--skip-server-warmup"] + (["--trust-remote-code"] if request.trust_remote_code else [])
     return (sys.executable, "-m", "sglang.launch_server", *given.tokens, *own, *bare)
 
 

@@ -140,6 +140,7 @@ SWITCHES = {
     "SGLANG_USE_HND_KVCACHE": POOL,
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it would resize a pool of BF16 rows",
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": POOL,
+    "SGLANG_RUST_SERVER": "its server was never proven to load plugins",
 }
 # SGLang loads only the plugins of this list where it is set.
 PLUGINS = "SGLANG_PLUGINS"

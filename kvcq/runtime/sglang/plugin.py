@@ -19,7 +19,7 @@ from typing import Any
 from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import KvcqError
 from kvcq.models.fingerprint import build_provenance
-from kvcq.runtime.sglang import admission, metrics, versions
+from kvcq.runtime.sglang import admission, gate, metrics, versions
 from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
 from kvcq.runtime.sglang.configurator import PoolPlan, make_configurator, pool_plan
@@ -74,7 +74,8 @@ def refuse_flags(result: Any, self: Any) -> None:
     with _ending():
         verify(HookRegistry, FUNCTIONS, versions.require())
         config = self.get_model_config()
-        manifest = Settings.of_config(config.hf_config).open().manifest
+        settings = Settings.of_config(config.hf_config)
+        manifest = settings.open().manifest
         facts = model_facts(config.hf_config.to_dict(), config)
         variables = environment(envs)
         refuse(
@@ -88,6 +89,11 @@ def refuse_flags(result: Any, self: Any) -> None:
             )
         )
         _warn_of_weights(manifest.provenance, getattr(self, "model_path", None))
+        if settings.gate is not None:
+            # SGLang checks in the launcher, which listens later; its module of HTTP has no need to load elsewhere.
+            from sglang.srt.entrypoints import http_server
+
+            gate.place(http_server, self, settings.gate)
 
 
 def size(original: Callable[[Any], Any], host: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import json
 import pkgutil
 import shutil
+import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
 import kvcq
@@ -21,7 +23,7 @@ from kvcq.models.attention import attention_hook
 from kvcq.models.library import forward
 from kvcq.runtime.hf.load import load_cache
 from kvcq.runtime.hf.semantics import Served
-from kvcq.runtime.sglang import admission, metrics, plugin, versions
+from kvcq.runtime.sglang import admission, gate, metrics, plugin, versions
 from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.trace import read_trace
 from kvcq.spec.boundary import Boundary
@@ -338,6 +340,28 @@ def test_what_is_not_served_ends_the_launcher_with_one_line(start, capsys, overr
         host.args.check_server_args()
     line = capsys.readouterr().err
     assert ended.value.code == code and words in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.17"])
+def test_a_launcher_that_is_told_of_a_gate_puts_it_in_front_or_ends(start, capsys, monkeypatch, version):
+    app = FastAPI()
+    home = SimpleNamespace(http_server=SimpleNamespace(app=app))
+
+    def launch(override, **flags):
+        host = start(version, override=override, **flags)
+        monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", home)
+        host.args.check_server_args()
+
+    launch({})
+    assert not isinstance(app.build_middleware_stack(), gate.Gate)
+    launch({"gate": "0" * 64})
+    assert isinstance(app.build_middleware_stack(), gate.Gate)
+    for flags, http in (({"tokenizer_worker_num": 2}, home.http_server), ({}, SimpleNamespace())):
+        home.http_server = http
+        with pytest.raises(SystemExit) as ended:
+            launch({"gate": "0" * 64}, **flags)
+        line = capsys.readouterr().err
+        assert ended.value.code == 5 and "not proven yet is not in place" in line and line.count("\n") == 1
 
 
 def test_a_variable_that_replaces_the_pool_ends_the_launcher(start, capsys):

@@ -5,6 +5,7 @@ The answers to a canary are the recorded ones of the bundle; the radix tree is a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from kvcq.artifacts.bundle import open_bundle
 from kvcq.pipeline.sglang.memory import pool_of
+from kvcq.runtime.sglang.gate import Gate
 
 PAGE = 64
 WAY = os.environ.get("KVCQ_STUB", "")
@@ -148,6 +150,14 @@ def log_probs(ids: list[int], start: int, wanted: list[int]) -> list:
     return [None, *rows]
 
 
+async def behind(scope, receive, send) -> None:
+    """Note what the gate lets through: the handler answers it."""
+    scope["through"].append(True)
+
+
+GATE = Gate(behind, SETTINGS["gate"])
+
+
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -159,7 +169,28 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def admitted(self) -> bool:
+        """Ask the gate, and pass on what it answers by itself."""
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        scope = {"type": "http", "method": self.command, "path": self.path, "headers": headers, "through": []}
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        asyncio.run(GATE(scope, None, send))
+        if sent and WAY != "no_gate":
+            self.send_response(sent[0]["status"])
+            for name, value in sent[0]["headers"]:
+                self.send_header(name.decode(), value.decode())
+            self.end_headers()
+            self.wfile.write(sent[1]["body"])
+            return False
+        return True
+
     def do_GET(self) -> None:
+        if not self.admitted():
+            return
         if self.path == "/health":
             ASKED["health"] += 1
             self.answer({}, 503 if ASKED["health"] < 2 else 200)
@@ -177,7 +208,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({}, 404)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if not self.admitted():
+            return
+        body = json.loads(data)
         ASKED["generate"] += 1
         if (key := FLAGS.get("--api-key")) and self.headers.get("Authorization") != f"Bearer {key}":
             self.answer({"error": "Unauthorized"}, 401)
