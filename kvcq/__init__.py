@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         ValidateRequest,
     )
     from kvcq.pipeline.serve import serve
+    from kvcq.pipeline.serve_sglang import serve_sglang
+    from kvcq.pipeline.sglang.request import SglangRequest
     from kvcq.pipeline.sweep import sweep
     from kvcq.pipeline.validate import validate
     from kvcq.pipeline.validate_server import validate_server
@@ -47,6 +49,7 @@ _HOMES = {
     "merge": "pipeline.merge",
     "fit": "pipeline.fit",
     "serve": "pipeline.serve",
+    "serve_sglang": "pipeline.serve_sglang",
     "validate": "pipeline.validate",
     "validate_server": "pipeline.validate_server",
     "sweep": "pipeline.sweep",
@@ -69,6 +72,7 @@ _HOMES = {
     "PackRequest": "pipeline.requests",
     "QuickstartRequest": "pipeline.requests",
     "ServeRequest": "pipeline.requests",
+    "SglangRequest": "pipeline.sglang.request",
 }
 
 _RENAMED = {
@@ -86,6 +90,7 @@ __all__ = [
     "QuickstartRequest",
     "ServeRequest",
     "ServerRequest",
+    "SglangRequest",
     "SweepRequest",
     "ValidateRequest",
     "__version__",
@@ -103,6 +108,7 @@ __all__ = [
     "pack",
     "quickstart",
     "serve",
+    "serve_sglang",
     "sweep",
     "validate",
     "validate_server",

@@ -59,6 +59,7 @@ class Decoder:
         device: torch.device | str,
         *,
         backend: Backend | None = None,
+        share: Partials | None = None,
     ) -> Decoder:
         """Choose the kernel and allocate all that decoding needs.
 
@@ -70,6 +71,8 @@ class Decoder:
             max_context: Longest request, in tokens: the cut is for such lengths, all that positions can count work.
             device: Where the cache is.
             backend: Take this one; None: the best.
+            share: Partial results of a decoder of as many heads and channels whose steps are never at the same time;
+                taken where they have room.
 
         Raises:
             UnsupportedError: no kernel for this geometry or device, or not the wanted one, with the reason.
@@ -94,7 +97,8 @@ class Decoder:
         if choice.backend == "torch":
             raise UnsupportedError(f"no decode kernel: {choice.reason}")
         work = Plan.reserve(max_batch, parts=choice.parts, exact_rows=choice.exact_rows, windows=windows, device=device)
-        return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d))
+        shared = None if share is None else share.narrowed(work)
+        return cls(choice, work, Partials.reserve(work, q_heads, tables.v.d) if shared is None else shared)
 
     def plan(self, requests: Requests, window: int | None = None) -> None:
         """Fill the work list of a step; see `Plan.update`.

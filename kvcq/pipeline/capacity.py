@@ -88,7 +88,7 @@ def startup_lines(
     rows = [
         ("bundle", f"{request.bundle.name}, {manifest.recipe.method}, digest {manifest.digest[:16]}"),
         ("model", f"{loaded.source.label}, {loaded.dtype_name} on {loaded.device}"),
-        *(("layers", line) for line in _layers(manifest)),
+        *(("layers", line) for line in layer_lines(manifest)),
         (
             "exact",
             f"the first {windows.sink} and the last {windows.recent} tokens, {size(capacity.window_bytes)} a request",
@@ -110,7 +110,7 @@ def startup_lines(
     return [f"{label}: {value}" for label, value in rows]
 
 
-def _layers(manifest: Manifest) -> list[str]:
+def layer_lines(manifest: Manifest) -> list[str]:
     """Describe layers by what becomes of them, those alike together."""
     kinds = {layer.layer: layer.kind for layer in manifest.geometry.layers}
     described = sorted((_codecs(entry), kinds[entry.layer], entry.layer) for entry in manifest.plan)

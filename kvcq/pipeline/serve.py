@@ -19,6 +19,7 @@ from kvcq.models.load import LoadedModel
 from kvcq.pipeline.capacity import Capacity, plan_capacity, startup_lines
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.proof import Proof, prove
+from kvcq.pipeline.ready import Ready
 from kvcq.pipeline.requests import ServeRequest
 from kvcq.pipeline.sources import open_model, read_text
 from kvcq.reports.text import plural
@@ -29,29 +30,6 @@ from kvcq.runtime.hf.kernels import describe
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 JOIN_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A server that accepts requests.
-
-    Attributes:
-        url: Where.
-        record: What is served, for machines.
-        stop: Ends it, with the seconds that running requests still have; safe from any thread.
-    """
-
-    url: str
-    record: dict[str, Any]
-    stop: Callable[[float], None]
-
-    def text(self) -> str:
-        """Return the line for people."""
-        return f"ready: {self.url}/v1 serves {self.record['model']} with bundle {self.record['digest'][:16]}"
-
-    def payload(self) -> dict[str, Any]:
-        """Return the machine-readable record."""
-        return self.record
 
 
 @dataclass(frozen=True)

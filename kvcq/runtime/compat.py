@@ -9,6 +9,7 @@ from typing import Protocol
 from kvcq.errors import MismatchError
 from kvcq.models.identity import NO_VOCABULARY
 from kvcq.models.load import LoadedModel
+from kvcq.models.outline import Outline
 from kvcq.spec.geometry import ModelGeometry
 from kvcq.spec.identity import Identity, Provenance
 
@@ -48,7 +49,7 @@ class Sealed:
     geometry: ModelGeometry
 
 
-def check_model(fitted: Fitted, loaded: LoadedModel, *, strict: bool) -> tuple[str, ...]:
+def check_model(fitted: Fitted, loaded: LoadedModel | Outline, *, strict: bool) -> tuple[str, ...]:
     """Refuse a model that the artifact was not fitted for; return warnings when only its provenance differs.
 
     A model without known weight files, made in memory, is not warned of; only `strict` refuses it.

@@ -11,6 +11,7 @@ import typer
 
 from kvcq.artifacts.bundle import open_bundle
 from kvcq.cli.main import app
+from kvcq.cli.serve import OF_HF
 from kvcq.codecs.clip import clip_rows
 from kvcq.codecs.encoded import affine_words
 from kvcq.codecs.packing import encode_pages, pack2
@@ -18,7 +19,9 @@ from kvcq.codecs.pair import HeadCodec, layer_roles
 from kvcq.codecs.uniform import decode_uniform, encode_uniform
 from kvcq.evaluation.gates import METRICS
 from kvcq.methods import registry
+from kvcq.pipeline.sglang import arguments
 from kvcq.runtime.layout import page_bytes, token_bytes
+from kvcq.runtime.sglang.flags import RULES, SIZES
 from kvcq.spec import checkpoint, geometry, header, identity, manifest, report, scores, sweep, tasks
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.files import FileEntry, TensorEntry
@@ -69,6 +72,19 @@ def flags():
     }
 
 
+def sglang_flags():
+    """Flags of SGLang that kvcq knows of, and those that it advises to use."""
+    ruled = {rule.flag for rule in (*RULES, *SIZES)}
+    advised = {text.split(",")[0] for text in OF_HF.values() if text and text.startswith("--")}
+    named = (*arguments.OWN, *arguments.UNPROVABLE, *arguments.SET, *arguments.MANY)
+    return (
+        ruled
+        | advised
+        | {arguments.flag(name) for name in named}
+        | {"--api-key", "--enable-metrics", "--skip-server-warmup", arguments.OVERRIDES}
+    )
+
+
 def section(text, title):
     """The text below a heading of the second level."""
     return re.split(r"^## ", text.split(f"\n## {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
@@ -101,11 +117,11 @@ def test_links_resolve(page):
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_exist(page):
     known = flags()
-    anywhere = set().union(*known.values()) | {"--version"}
+    anywhere = set().union(*known.values()) | {"--version"} | sglang_flags()
     for text in code(page):
         for verb, rest in COMMAND.findall(text):
             assert verb in known, f"kvcq {verb}"
-            for flag in FLAG.findall(rest):
+            for flag in FLAG.findall(rest.partition(" -- ")[0]):
                 assert flag in known[verb], f"kvcq {verb} {flag}"
         if text.startswith("--"):
             assert set(FLAG.findall(text)) <= anywhere, text

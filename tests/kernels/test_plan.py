@@ -165,6 +165,18 @@ def test_partials_have_room_for_every_item(device: torch.device) -> None:
     assert partials.o.shape == (plan.size, 12, 80) and partials.ml.shape == (plan.size, 12, 2)
 
 
+def test_partials_of_a_smaller_plan_are_the_same_memory(device: torch.device) -> None:
+    windows = Windows(sink=64, recent=256)
+    plans = [Plan.reserve(batch, parts=8, exact_rows=64, windows=windows, device=device) for batch in (3, 1)]
+    partials = Partials.reserve(plans[0], 12, 80)
+    part = partials.narrowed(plans[1])
+    assert part is not None
+    for name in ("o", "ml", "mixed", "mass"):
+        mine, whole, own = (getattr(of, name) for of in (part, partials, Partials.reserve(plans[1], 12, 80)))
+        assert mine.data_ptr() == whole.data_ptr() and mine.is_contiguous() and mine.shape == own.shape
+    assert part.narrowed(plans[0]) is None
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     windows = Windows(sink=4, recent=8)
     for sizes in ({"max_batch": 0}, {"max_batch": 4097}, {"parts": 0}, {"exact_rows": 0}):

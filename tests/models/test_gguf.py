@@ -68,6 +68,7 @@ def test_a_gguf_file_becomes_the_same_model_in_bfloat16(weights, tmp_path, capfd
     assert loaded.source.label == "tiny.gguf"
     assert loaded.model.config.architectures == ["LlamaForCausalLM"]
     assert any("converting" in line for line in said)
+    # Servers pick their own code by this name.
     rounded = tiny_model()
     for parameter in rounded.parameters():
         parameter.copy_(parameter.bfloat16().float())

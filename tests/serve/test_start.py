@@ -121,8 +121,8 @@ def test_without_the_extra_the_line_names_it(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--engine", "sglang"], "error: the SGLang engine is not in this version (--engine): use --engine hf"),
-        (["--engine", "vllm"], "error: 'vllm' is not allowed (--engine): use hf"),
+        (["--engine", "vllm"], "error: 'vllm' is not allowed (--engine): use hf, sglang"),
+        (["--trace", "t"], "error: --trace is not for --engine hf (--trace): leave it out, or choose the other engine"),
         (["--memory", "lots"], "error: 'lots' is not a size (--memory): write for example 512M or 2G"),
     ],
 )

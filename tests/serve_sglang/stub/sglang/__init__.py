@@ -1,0 +1,1 @@
+"""Stands in for SGLang in tests: nothing but a server process."""
