@@ -34,7 +34,9 @@ def check(module: str, part: str, which: str) -> None:
     done = compile_part(module, part, which)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert not failed, "\n".join(failed)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    # A short list has no more than its first parts.
+    assert done.stdout.strip() or not part.startswith("0/"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("module", LAUNCHING)
