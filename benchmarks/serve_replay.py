@@ -208,6 +208,8 @@ def compare(options):
     for name, answers in runs.items():
         tallies, skipped, again = {"server": Tally(), "transformers, bfloat16": Tally()}, 0, 0
         for number, answer in list(enumerate(answers))[index::of]:
+            if options.only and number not in options.only:
+                continue
             found = passes(answer, records.get(answer["rid"], []))
             again += len(found) - 1
             for record, begin, stop in found:
@@ -224,8 +226,13 @@ def compare(options):
                 ]
                 targets = torch.tensor(prompt[start + 1 :] + tokens, device=reference.device)
                 values, own = torch.tensor(given + output), other.gather(1, targets[:, None])[:, 0]
-                tallies["server"].add(reference, values, targets, targets[-len(tokens) :])
-                tallies["transformers, bfloat16"].add(reference, own, targets, other[-len(tokens) :].argmax(-1))
+                sides = (values, targets[-len(tokens) :]), (own, other[-len(tokens) :].argmax(-1))
+                for (who, tally), (own_values, chosen) in zip(tallies.items(), sides, strict=True):
+                    tally.add(reference, own_values, targets, chosen)
+                    if options.only:
+                        alone = Tally()
+                        alone.add(reference, own_values, targets, chosen)
+                        print(f"{answer['rid']}, {len(prompt)} tokens, {boundaries} | {who} | {alone}", flush=True)
                 if len(runs) == 1 or len(found) > 1:
                     continue
                 # Kept for the other runs.
@@ -257,7 +264,7 @@ def _between(runs, records):
                 continue
             step = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y), None)
             equal, differ = equal + (step is None), differ + (step is not None)
-            worst = max(worst, 0.0 if step is None else min(a["gaps"][step], b["gaps"][step]))
+            worst = max(worst, 0.0 if step is None else max(a["gaps"][step], b["gaps"][step]))
         print(
             f"{names[0]} and {name}: {equal} equal, {differ} part at a gap of {worst:.3f} nats at most, "
             f"{other} have other boundaries"
@@ -285,6 +292,9 @@ def main():
     two.add_argument("--bundle", help="without it: transformers with a BF16 cache")
     two.add_argument("--trace", type=Path)
     two.add_argument("--shard", type=lambda text: tuple(map(int, text.split("/"))), default=(0, 1))
+    two.add_argument(
+        "--only", type=lambda text: {int(n) for n in text.split(",")}, help="prompts, each with its own line"
+    )
     two.add_argument("answers", type=Path, nargs="+")
     for command in (one, two):
         command.add_argument("--model", required=True)

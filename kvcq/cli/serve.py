@@ -26,7 +26,7 @@ OF_HF = {
     "timeout": None,
     "threads": None,
 }
-OF_SGLANG = ("trace", "arguments")
+OF_SGLANG = ("trace", "sink_entries", "arguments")
 
 
 def command(
@@ -52,6 +52,10 @@ def command(
     threads: Annotated[int | None, typer.Option(help="Processor threads.", min=1)] = None,
     trace: Annotated[
         Path | None, typer.Option(help="sglang: file that receives a line for each request, with its boundaries.")
+    ] = None,
+    sink_entries: Annotated[
+        int | None,
+        typer.Option(help="sglang: beginnings of prompts that can be reused, --max-running where not given.", min=1),
     ] = None,
     chat_template: ChatTemplate = None,
     device: Device = "auto",
@@ -98,6 +102,7 @@ def command(
                     served_name=served_name,
                     max_context=longest,
                     max_running=running,
+                    sink_entries=sink_entries,
                     chat_template=chat_template,
                     trace=trace,
                     arguments=tuple(arguments or ()),

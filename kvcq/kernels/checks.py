@@ -91,6 +91,11 @@ def check_tensor(
         raise ValueError(f"{name} with strides {list(tensor.stride())}: its last dimension is not contiguous")
 
 
+def padded(d: int) -> int:
+    """Return the columns of a tile of head dim d: four planes of bytes, each a power of two."""
+    return 4 * power_of_two(d // 4)
+
+
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n, 1 for n < 1."""
     return 1 << max(n - 1, 0).bit_length()

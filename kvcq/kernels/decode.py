@@ -232,7 +232,13 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         | dict.fromkeys(("columns", "kv_heads", "sink_rows", "ring_rows"), "i32")
         | dict.fromkeys(("unit", "cap"), "fp32")
     )
-    plain = [(d, d, group, 1, 1, False, False) for d in (64, 128, 256) for group in (1, 4, 8)]
+    codecs = ((1, 1, False), (4, 4, False), (1, 1, True), (1, 4, True))
+    plain = [
+        (d, d, group, k_groups, v_groups, vq, False)
+        for d in (64, 80, 96, 128, 256)
+        for group in (1, 4, 5, 8)
+        for k_groups, v_groups, vq in codecs
+    ]
     other = [
         (16, 16, 2, 1, 1, False, False),
         (80, 80, 3, 1, 1, False, True),
@@ -248,7 +254,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         (256, 256, 2, 1, 1, True, False),
     ]
     found = []
-    for d_k, d_v, group, k_groups, v_groups, vq, cap in plain + other:
+    for d_k, d_v, group, k_groups, v_groups, vq, cap in dict.fromkeys(plain + other):
         shape = launch_table(d_k, d_v, group, vq)
         constants = _constants(
             (d_k, d_v), (k_groups, v_groups), group, shape, vq=vq, cap=cap, offset=cap, split=True, asm=True

@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcq.codecs.packing import PAGE_TOKENS
 from kvcq.errors import UnsupportedError
 from kvcq.kernels.arrays import MAX_HEAD_DIM, LayerCache, Requests, Tables
-from kvcq.kernels.checks import check_offset, check_platform, check_positive
+from kvcq.kernels.checks import check_offset, check_platform, check_positive, padded
 from kvcq.kernels.extend_kernel import extend_kernel, halve_kernel
 from kvcq.kernels.select import MAX_GROUP, SHARED_BYTES
 
@@ -109,11 +109,6 @@ def choose_launch(d_k: int, d_v: int, rows: int, requests: int, heads: int, shar
             return launch
     need = LAUNCHES[-1].shared_bytes(d_k, d_v)
     raise UnsupportedError(f"head dims {d_k} and {d_v} take {need} bytes of shared memory, the device has {shared}")
-
-
-def padded(d: int) -> int:
-    """Return the columns of a tile: four planes of bytes, each a power of two."""
-    return 4 * triton.next_power_of_2(d // 4)
 
 
 def extend(
@@ -295,19 +290,25 @@ def _check(
 def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Return what to compile for a check without a GPU: name, kernel, signature, constants, options."""
     long = {d: choose_launch(d, d, 1 << 16, 1, 8) for d in range(16, MAX_HEAD_DIM + 1, 16)}
+    codecs: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
+        ("", (1, 1), {}),
+        ("-words4", (4, 4), {"CENTRED": True}),
+        ("-vq", (1, 1), {"VQ": True}),
+        ("-vq-words4", (1, 4), {"VQ": True, "CENTRED": True}),
+    )
     cases: list[tuple[str, int, int, int, tuple[int, int], Launch, dict[str, Any]]] = [
-        (f"d{d}-g{group}", d, d, group, (1, 1), long[d], {})
-        for d, group in ((64, 8), (80, 5), (96, 3), (128, 4), (256, 2))
+        (f"d{d}-g{group}{name}", d, d, group, groups, long[d], more)
+        for d in (64, 80, 96, 128, 256)
+        for group in (1, 4, 8)
+        for name, groups, more in codecs
     ]
     cases += [(f"d128-rows{launch.rows}-{launch.keys}", 128, 128, 4, (1, 1), launch, {}) for launch in LAUNCHES[1:]]
     cases += [
         ("d192-d128", 192, 128, 16, (1, 1), long[192], {"CAP": True}),
         ("d16", 16, 16, 1, (1, 1), long[16], {"ROTATE": False}),
-        ("d128-words4", 128, 128, 4, (4, 4), long[128], {"CENTRED": True}),
         ("d128-v-words4", 128, 128, 7, (1, 4), long[128], {"WINDOW": True}),
-        ("d64-vq", 64, 64, 8, (1, 1), long[64], {"VQ": True, "SINKS": True, "SHIFTED": True, "CENTRED": True}),
-        ("d80-vq", 80, 80, 1, (1, 1), long[80], {"VQ": True, "CAP": True}),
-        ("d128-vq", 128, 128, 4, (1, 1), long[128], {"VQ": True}),
+        ("d64-vq-sinks", 64, 64, 8, (1, 1), long[64], {"VQ": True, "SINKS": True, "SHIFTED": True, "CENTRED": True}),
+        ("d80-vq-cap", 80, 80, 1, (1, 1), long[80], {"VQ": True, "CAP": True}),
     ]
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for name, d_k, d_v, group, (k_groups, v_groups), launch, more in cases:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvcq.codecs.packing import PAGE_TOKENS
-from kvcq.kernels.halves import column_plane, coordinates, join_four, narrowed, row_plane
+from kvcq.kernels.halves import column_plane, join_four, narrowed, row_plane, scaled_coordinates
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
@@ -92,10 +92,10 @@ def _row_tile(codes, words, words1, words2, words3, GROUPS: tl.constexpr, HALF: 
 def _vector_tile(c0, c1, c2, c3, words, HALF: tl.constexpr, ASM: tl.constexpr):
     """Scale words of the codebook ``[KW, N]``, those of every fourth group, to ``[KW, 2, 2, 2, 2, N]``."""
     w = words[None, :]
-    p0, p1, p2, p3 = coordinates(c0, w, HALF, ASM)
-    q0, q1, q2, q3 = coordinates(c1, w, HALF, ASM)
-    r0, r1, r2, r3 = coordinates(c2, w, HALF, ASM)
-    s0, s1, s2, s3 = coordinates(c3, w, HALF, ASM)
+    p0, p1, p2, p3 = scaled_coordinates(c0, w, HALF, ASM)
+    q0, q1, q2, q3 = scaled_coordinates(c1, w, HALF, ASM)
+    r0, r1, r2, r3 = scaled_coordinates(c2, w, HALF, ASM)
+    s0, s1, s2, s3 = scaled_coordinates(c3, w, HALF, ASM)
     p = join_four(p0, p1, p2, p3)
     q = join_four(q0, q1, q2, q3)
     r = join_four(r0, r1, r2, r3)

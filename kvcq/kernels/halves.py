@@ -177,7 +177,7 @@ def column_plane(packed, index: tl.constexpr, w0, w1, w2, w3, half: tl.constexpr
 
 
 @triton.jit
-def coordinates(word, rho, half: tl.constexpr, asm: tl.constexpr):
+def scaled_coordinates(word, rho, half: tl.constexpr, asm: tl.constexpr):
     """Return the four int8 coordinates of codebook words, little-endian, times rho / 128, rounded once.
 
     Args:

@@ -89,6 +89,11 @@ def merge(
 ) -> None:
     """Write the attention outputs of a step; every element of `out` is written.
 
+    Precondition: the launch in front on the stream is the decode of this plan and these partials, or one that the next
+    launch waits for in whole; and what wrote R_V ran in front of that decode. R_V is read before this launch waits,
+    see `overlap`: a merge behind another merge, or behind a launch that lets the next one come before it has waited
+    itself, could read R_V while it is still written.
+
     Args:
         tables: Constants of the layer.
         plan: Updated for this step.
@@ -220,6 +225,15 @@ def _back(mixed, matrix):
     return back
 
 
+@triton.jit
+def _beside_sink(top, mass, extra):
+    """Return the factor of sums that were relative to `top`, their mass by it, and the mass with a learned sink."""
+    new_top = tl.maximum(top, extra)
+    kept = tl.exp2(top - new_top)
+    mass = mass * kept
+    return kept, mass, mass + tl.exp2(extra - new_top)
+
+
 @triton.jit(do_not_specialize=["total"])
 def _join(
     o,
@@ -280,11 +294,8 @@ def _join(
         extra = tl.load(sinks + head) * 1.4426950408889634
         if SHIFTED:
             extra -= scaling * tl.load(offset + row, mask=inside, other=0.0)
-        new_top = tl.maximum(top, extra)
-        kept = tl.exp2(top - new_top)
-        mass = mass * kept
+        kept, mass, whole = _beside_sink(top, mass, extra)
         mixed = mixed * kept[:, None]
-        whole = mass + tl.exp2(extra - new_top)
     # Nothing seen: mass and outputs are zero, and so is what is written.
     inverse = 1.0 / tl.where(whole > 0, whole, 1.0)
     mass = mass * inverse
@@ -348,11 +359,8 @@ def _mix(
         extra = tl.load(sinks + head) * 1.4426950408889634
         if SHIFTED:
             extra -= scaling * tl.load(offset + row)
-        new_top = tl.maximum(top, extra)
-        kept = tl.exp2(top - new_top)
-        total = total * kept
+        kept, total, whole = _beside_sink(top, total, extra)
         sums = sums * kept
-        whole = total + tl.exp2(extra - new_top)
     # Nothing seen: mass and outputs are zero, and so is what is written.
     inverse = 1.0 / tl.where(whole > 0, whole, 1.0)
     tl.store(mixed + row.to(tl.int64) * D + c, (sums * inverse).to(mixed.dtype.element_ty), mask=c < D)
@@ -407,7 +415,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     found: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]] = []
     for d in (64, 80, 96, 128, 256):
         wide = power_of_two(d)
-        for rows, group, plain in ((32, 8, True), (512, 5, False), (1024, 4, False)):
+        for rows, group, plain in ((32, 8, True), (32, 1, True), (512, 5, False), (1024, 4, False), (1024, 1, False)):
             items, columns = mix_shape(rows, d, 12)
             constants = {"D": d, "COLUMNS": columns, "ITEMS": items, "SINKS": not plain, "SHIFTED": not plain}
             constants["OVERLAP"] = True
@@ -422,4 +430,5 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
             cut = {"ROWS": JOIN_ROWS, "ITEMS": JOIN_ITEMS, "COLUMNS": join_columns(d)}
             cut |= {"SINKS": not plain, "SHIFTED": not plain}
             found.append((f"merge-join-{d}-group{group}", _join, join_types, tile | cut, {"num_warps": JOIN_WARPS}))
-    return found
+    # Not all constants depend on rows and group.
+    return list({(one[0], str(one[3])): one for one in found}.values())

@@ -145,7 +145,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
     signature = pointers | dict.fromkeys(("total", "token_stride", "head_stride"), "i32")
     found = []
     for d in (64, 80, 96, 128, 256):
-        for tokens, group, centred in ((1, 8, False), (1, 5, True), (8192, 4, True)):
+        for tokens, group, centred in ((1, 8, False), (1, 5, True), (1, 1, True), (8192, 4, True), (8192, 1, False)):
             shape = launch_shape(tokens, 8 * group, d)
             constants = {
                 "GROUP": group,

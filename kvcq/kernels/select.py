@@ -1,17 +1,7 @@
 """Which decode kernel a layer gets on a device, how it is launched, and why: a pure function of what is written here.
 
-Measured on an H200 (132 multiprocessors, 32 query and 8 KV heads of 128 channels, windows 64 + 256, merge included,
-microseconds a layer)::
-
-    batch, context      CUDA INT2   Triton INT2
-    1, 8192                  10.6          12.8
-    1, 100000                24            30
-    8, 32768                 49.6          60
-    32, 8192                 58            69
-    32, 32768               174           203
-    128, 8192               197           223
-
-The CUDA kernels are the faster ones wherever they exist, so what decides is whether they can run.
+Where both were measured, on compute capability 9.0 at the shapes of `MEASURED`, the CUDA kernels are faster than those
+of Triton. They are taken wherever they can run; a reason claims no more than was measured.
 """
 
 from __future__ import annotations
@@ -34,6 +24,10 @@ LOWEST_CAPABILITY = (8, 0)
 
 # Query heads of a KV head that any kernel has.
 MAX_GROUP = 16
+
+# Where CUDA and Triton were timed beside each other: capability, head dims and query heads of a KV head.
+MEASURED_CAPABILITY = (9, 0)
+MEASURED = {(128, 4), (64, 8)}
 
 # Of an H200; other devices say their own.
 MULTIPROCESSORS = 132
@@ -113,14 +107,12 @@ class Choice:
         reason: Why, in words.
         parts: Coded items of a plan.
         exact_rows: Rows of an exact item.
-        shape: Warps and blocks of the CUDA kernel without a softcap, None for the other backends.
     """
 
     backend: Backend
     reason: str
     parts: int = 1
     exact_rows: int = CUDA_EXACT_ROWS[0][1]
-    shape: Shape | None = None
 
 
 def choose(
@@ -205,8 +197,17 @@ def choose_layer(
     rows = next(rows for least, rows in CUDA_EXACT_ROWS if batch >= least)
     exact = -(-(windows.sink + windows.recent) // rows)
     parts = cuda_parts(limits.multiprocessors * blocks // layer.heads, batch, pages, exact)
-    why = "vector codes: the codebook lies in shared memory" if layer.vq else "2-bit codes: measured faster than Triton"
-    return Choice("cuda", why, parts=parts, exact_rows=rows, shape=shape)
+    measured = limits.capability == MEASURED_CAPABILITY and (layer.d_k, layer.group) in MEASURED
+    codes = "vector codes" if layer.vq else "2-bit codes"
+    return Choice("cuda", f"{codes}: {_standing(measured)}", parts=parts, exact_rows=rows)
+
+
+def _standing(measured: bool) -> str:
+    return (
+        "measured faster than Triton"
+        if measured
+        else "has a kernel; not measured against Triton at this shape or device"
+    )
 
 
 def launch_shape(head_dim: int, group: int, softcap: bool) -> Shape:
@@ -256,7 +257,8 @@ def describe(limits: Limits, without: str | None) -> Sequence[tuple[str, str]]:
     rows = []
     for name, vq in (("INT2", False), ("VQ", True)):
         choice = choose_layer(limits, Layer(128, 128, 8, 4, vq), without)
-        write = f"triton ({without})" if without else "cuda (128 channels, one scale: measured faster than Triton)"
+        standing = _standing(limits.capability == MEASURED_CAPABILITY)
+        write = f"triton ({without})" if without else f"cuda (128 channels, one scale: {standing})"
         served = choice.backend != "torch"
         rows.append((f"{name} decode", f"{choice.backend} ({choice.reason})" if served else choice.reason))
         rows.append((f"{name} write", write if served else choice.reason))

@@ -104,6 +104,6 @@ def nearest_of_eight(rows, half, runs, codebook, M: tl.constexpr):
 
 
 @triton.jit
-def join_four(a, b, c, d, M: tl.constexpr):
+def four_columns(a, b, c, d, M: tl.constexpr):
     """Return ``[M, 4]`` with these columns."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [M, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from kvcq.pipeline.sglang.memory import plan_memory
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.sglang.facts import model_facts
 from kvcq.runtime.sglang.flags import parse
+from kvcq.runtime.sglang.gate import lock_of
 from kvcq.runtime.sglang.refusals import refusals, refuse
 from kvcq.runtime.sglang.settings import Settings
 
@@ -66,19 +68,24 @@ def serve_sglang(
     from kvcq.pipeline.sglang.running import Served, run
 
     outline = open_outline(request, given, bundle, reporter)
-    command = build_command(request, given, outline.location, port, _settings(request, bundle).plain())
+    token = secrets.token_hex(32)
+    command = build_command(
+        request, given, outline.location, port, _settings(request, bundle, token).plain(), machine.sglang
+    )
     # The last word is the plugin's, in the server, with every flag as SGLang has resolved it.
     refuse(
         refusals(
             parse(command[3:]),
             model_facts(outline.config),
             geometry=bundle.manifest.geometry,
+            identity=bundle.manifest.identity,
             plan=bundle.manifest.plan,
         )
     )
-    memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes)
+    memory = plan_memory(bundle, given, request.max_running, smallest, outline.weight_bytes, request.sink_entries)
     reporter.note(memory.line())
-    return run(Served(request, bundle, outline, machine, memory, canary), command, port, given.key, on_ready, reporter)
+    served = Served(request, bundle, outline, machine, memory, canary)
+    return run(served, command, port, given.key, token, on_ready, reporter)
 
 
 def _open_bundle(request: SglangRequest) -> Bundle:
@@ -112,6 +119,6 @@ def free_port(host: str, port: int = 0) -> int:
         raise InputError(f"cannot listen on {host}:{port}: {error}", where="--port", fix="use another, or 0") from None
 
 
-def _settings(request: SglangRequest, bundle: Bundle) -> Settings:
+def _settings(request: SglangRequest, bundle: Bundle, token: str) -> Settings:
     trace = None if request.trace is None else request.trace.resolve()
-    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace)
+    return Settings(request.bundle.resolve(), bundle.manifest.digest, trace, request.sink_entries, gate=lock_of(token))

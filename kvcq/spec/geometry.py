@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from kvcq.spec.base import SpecModel
 
 LayerKind = Literal["full", "sliding", "chunked", "linear", "shared"]
+
+FLOAT32_MAX = 3.4028234663852886e38
+Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 
 
 class RopeSpec(SpecModel):
@@ -31,8 +34,8 @@ class RopeSpec(SpecModel):
     offset: int = Field(default=0, ge=0)
     pairing: Literal["half", "interleaved"] = "half"
     sense: Literal[1, -1] = 1
-    inv_freq: tuple[float, ...]
-    attention_scaling: float = 1.0
+    inv_freq: tuple[Float32, ...]
+    attention_scaling: Float32 = 1.0
     regime: str = "default"
 
     @property

@@ -84,7 +84,7 @@ def sglang_flags():
         ruled
         | advised
         | {arguments.flag(name) for name in named}
-        | {"--api-key", "--enable-metrics", arguments.OVERRIDES}
+        | {"--api-key", "--enable-metrics", "--skip-server-warmup", arguments.OVERRIDES}
     )
 
 

@@ -251,6 +251,18 @@ def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) 
     assert found["INT2 against BF16"] == (pytest.approx(6.05), True)
     assert found["INT2 against the kernel of OSCAR"] == (pytest.approx(1070.3 / 160), True)
     assert not any(name.startswith("VQ") for name in found)
+    assert all(target.kernel for target in script.TARGETS if target.op == "decode" and target.codec == "vq")
+    assert not script.restricted(BenchRequest(ops=("decode", "write", "extend"), codecs=("int2", "vq")))
+    for changes in ({"shapes": ("1x8k",)}, {"ops": ("decode",)}, {"codecs": ("vq",)}):
+        assert script.restricted(BenchRequest(**changes))
+    assert {target.against for target in script.TARGETS if target.op == "extend"} == {"flash"}
+    shape = next(shape for shape in EXTEND if shape.label == "1x4k+28k")
+    rows = [
+        Row("extend", shape, "bf16", "flash", Timing(6000.0, 6000.0, 6000.0, 4), None, 4000.0),
+        Row("extend", shape, "int2", "triton", Timing(6600.0, 6600.0, 6600.0, 4), None, 4000.0),
+    ]
+    for given, wanted in ((rows, [(pytest.approx(1.1), True)]), (rows[1:], [])):
+        assert [(value, holds) for _, value, holds in script.reached(BenchResult(rows=given))] == wanted
 
 
 def sample() -> BenchResult:
@@ -301,7 +313,7 @@ def check(found: Candidate) -> None:
     poison(found.outs)
     for call in found.calls:
         call()
-    assert found.error() <= found.limit
+    assert found.error is None or found.error() <= found.limit
 
 
 @pytest.mark.parametrize("codec", ["int2", "vq", "int2x4"])
@@ -312,6 +324,7 @@ def test_what_is_timed_computes_what_it_is_compared_with(small: Callable[..., St
         check(decode.candidate(step, queries, "triton", rotate, decode.expected(step, queries[0], rotate)))
     check(decode.query_candidate(step, queries))
     check(decode.plan_candidate(step))
+    assert decode.plan_candidate(step).error is None
     check(extend.candidate(small(codec, chunk=20)))
     for chunk in (True, False):
         check(write.candidate(small(codec, fill=False), chunk=chunk))
@@ -333,7 +346,7 @@ def test_a_kernel_that_leaves_something_out_is_seen(small: Callable[..., Step]) 
     queries = layers.random_queries(step)
     found = decode.candidate(step, queries, "triton", True, decode.expected(step, queries[0], True))
     poison(found.outs)
-    assert found.error() == math.inf
+    assert found.error is not None and found.error() == math.inf
 
 
 @CPU_ONLY

@@ -14,14 +14,27 @@ from torch import Tensor
 
 from kvcq.errors import EvaluationError
 from kvcq.kernels import attention
+from kvcq.kernels.cuda.compile import missing, unserved
 from kvcq.kernels.extend import extend
 from kvcq.kernels.merge import merge
 from kvcq.kernels.write import write
 from kvcq.pipeline.bench import check_decode, check_write, checks, measure, run
-from kvcq.pipeline.bench.check_cases import CASES, DECODES, EXTENDS, WRITES, Case, DecodeCase, ExtendCase, WriteCase
+from kvcq.pipeline.bench.check_cases import (
+    CASES,
+    DECODES,
+    EXTENDS,
+    HEAD_DIMS,
+    TRITON,
+    WRITES,
+    Case,
+    DecodeCase,
+    ExtendCase,
+    WriteCase,
+    served,
+)
 from kvcq.pipeline.bench.check_write import appended
 from kvcq.pipeline.bench.checks import check_cases, share_out, workers_here
-from kvcq.pipeline.bench.layers import CODECS
+from kvcq.pipeline.bench.layers import CODECS, words_of
 from kvcq.pipeline.bench.ragged import Place, ragged_step
 from kvcq.pipeline.bench.result import BenchResult, Check
 from kvcq.pipeline.bench.run import bench
@@ -63,6 +76,7 @@ def of(case: Case, place: Place) -> Check:
         replace(DECODE, codec="int2x4", d=96, group=1),
         WRITE,
         replace(WRITE, codec="vq", d=16, lengths=(1, 4)),
+        replace(WRITE, codec="int4", lengths=(1, 4)),
         EXTEND,
         replace(EXTEND, codec="vq"),
     ],
@@ -72,6 +86,23 @@ def test_right_kernels_pass(case: Case, place: Place) -> None:
     found = of(case, place)
     assert found.ok, found.line()
     assert found.kernel == "triton" and found.error is not None and 0 <= found.error < found.limit
+
+
+def small(case: Case) -> Case:
+    """The same kernels over few tokens."""
+    if isinstance(case, DecodeCase):
+        return replace(case, lengths=DECODE.lengths, window=case.window and 50)
+    return replace(case, lengths=(1, 4)) if isinstance(case, WriteCase) else replace(case, chunks=((70, 5), (0, 3)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "triton" in getattr(case, "backends", TRITON)], ids=lambda case: case.label
+)
+def test_right_kernels_pass_in_every_case(case: Case, place: Place) -> None:
+    case = small(case)
+    found = of(case if isinstance(case, ExtendCase) else replace(case, backends=TRITON), place)
+    assert found.ok, found.line()
 
 
 def spoiled(real: Callable[..., None], spoil: Callable[..., None]) -> Callable[..., None]:
@@ -166,7 +197,7 @@ def test_what_fails_is_not_ok_and_hides_nothing(place: Place, monkeypatch: pytes
 
 def test_processes_check_what_one_does_in_its_order(place: Place) -> None:
     cases = [replace(EXTEND, chunks=((3, 2),)), replace(DECODE, lengths=(9,)), replace(DECODE, codec="int1")]
-    found, alone = (list(share_out(cases, place, workers)) for workers in (2, 1))
+    found, alone = (list(share_out(cases, place, workers, print)) for workers in (2, 1))
     assert [check.case for check in found] == [case.label for case in cases]
     assert [replace(check, seconds=0) for check in found] == [replace(check, seconds=0) for check in alone]
 
@@ -190,7 +221,9 @@ def test_what_a_process_that_died_leaves_is_done_here(place: Place, monkeypatch:
 
     monkeypatch.setattr(checks, "ProcessPoolExecutor", Pool)
     cases = [replace(DECODE, codec="int1"), replace(DECODE, lengths=(9,))]
-    found = list(share_out(cases, place, 8))
+    said: list[str] = []
+    found = list(share_out(cases, place, 8, said.append))
+    assert len(said) == 1 and "died (BrokenProcessPool" in said[0] and "the 1 cases left" in said[0]
     assert found[0] is first and [check.case for check in found[1:]] == [cases[1].label]
 
 
@@ -235,14 +268,35 @@ def test_tokens_that_are_appended_hold_windows_and_both_sides_of_pages() -> None
 
 def test_cases_hold_what_they_should() -> None:
     assert {case.codec for case in DECODES} == set(CODECS)
-    assert {case.d for case in DECODES} == {64, 80, 96, 128, 256}
+    decoded = {(case.codec, case.d, case.group) for case in DECODES}
+    assert decoded >= {(codec, d, group) for codec in ("int2", "vq") for d in HEAD_DIMS for group in (1, 4)}
+    assert {(case.codec, case.d) for case in DECODES} == {(codec, d) for codec in CODECS for d in HEAD_DIMS}
     assert {case.group for case in DECODES} == {1, 4, 5, 8}
-    assert {case.codec[:2] for case in DECODES for d in (64, 80, 96, 128, 256) if case.d == d} == {"in", "vq"}
     assert any(case.softcap for case in DECODES) and any(case.learned for case in DECODES)
     assert any(case.window for case in DECODES) and max(DECODES[0].lengths) == 100000
-    assert {case.codec for case in WRITES} == {case.codec for case in EXTENDS} == {"int2", "vq"}
-    assert len({(case.label, str(getattr(case, "backends", ""))) for case in CASES}) == len(CASES)
-    assert len(CASES) == len(DECODES) + len(WRITES) + len(EXTENDS)
+    assert {case.codec for case in WRITES} == {*CODECS, "int4"} and {case.d for case in WRITES} >= {80, 128, 256}
+    assert {case.d for case in EXTENDS} == {64, 80, 128, 256} and {case.group for case in EXTENDS} == {1, 4}
+    extended = {(case.codec, case.d, case.group) for case in EXTENDS}
+    assert extended >= {(codec, d, group) for codec in ("int2", "vq") for d in (64, 80, 256) for group in (1, 4)}
+    assert len(set(CASES)) == len(CASES) == len(DECODES) + len(WRITES) + len(EXTENDS)
+
+
+def test_cases_are_for_the_kernels_that_have_them() -> None:
+    for case in DECODES:
+        has = unserved(case.d, case.d, case.group, words_of(case.codec)) is None
+        assert ("cuda" in case.backends) == has == ("cuda" in served(case.codec, case.d, case.group))
+    assert all(case.d in (64, 128) and case.codec in ("int2", "vq") for case in WRITES if "cuda" in case.backends)
+
+
+@pytest.mark.parametrize("case", [DECODE, WRITE])
+def test_a_kernel_that_cannot_run_says_why(case: Any, place: Place) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("is about machines without a GPU")
+    cuda, triton = check_cases([replace(case, backends=("cuda", "triton"))], place)
+    assert triton.ok and not cuda.ok and cuda.problem is None and cuda.missing
+    result = BenchResult({"device": "none"}, checks=[cuda, triton])
+    assert not result.problems and "1 of 2 run" in result.text()
+    assert f"{cuda.case}, cuda: not run: {cuda.missing}" in result.text() and "| not run |" in result.text()
 
 
 def test_checks_are_in_the_tables_the_record_and_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +317,7 @@ def test_checks_are_in_the_tables_the_record_and_the_exit(monkeypatch: pytest.Mo
 
 def test_checks_come_first_and_alone_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        measure, "share_out", lambda cases, place, workers: [Check(case.label, "cuda", 0.0, 1) for case in cases]
+        measure, "share_out", lambda cases, place, workers, warn: [Check(case.label, "cuda", 0.0, 1) for case in cases]
     )
     monkeypatch.setattr(measure, "workers_here", lambda: 3)
     monkeypatch.setattr(measure, "describe_device", lambda: {"device": "none"})
@@ -276,5 +330,9 @@ def test_checks_come_first_and_alone_on_demand(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.gpu
 def test_every_case_is_right_on_a_gpu() -> None:
-    found = list(share_out(CASES, Place(), workers_here()))
-    assert not [check.line() for check in found if not check.ok] and len(found) >= len(CASES) - len(WRITES)
+    said: list[str] = []
+    found = list(share_out(CASES, Place(), workers_here(), said.append))
+    right = [check for check in found if check.ok]
+    left = [check for check in found if check.problem is None and not check.ok]
+    assert len(right) + len(left) == len(found) >= len(CASES), [check.line() for check in found if check.problem]
+    assert not said and (missing() is not None or not left), [check.line() for check in left]

@@ -16,7 +16,7 @@ ROOT = Path(kvcq.kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Files with a function `variants`: those that launch.
 LAUNCHING = [path.stem for path in FILES if path.parent == ROOT and "\ndef variants(" in path.read_text("utf-8")]
-PARTS = 2
+PARTS = 4
 # Each makes the host wait for the device, or is left over from debugging; the reference runs on the host anyway.
 SYNCS = {"item", "tolist", "cpu", "numpy", "synchronize"}
 HOST = {"reference.py"}
@@ -34,7 +34,9 @@ def check(module: str, part: str, which: str) -> None:
     done = compile_part(module, part, which)
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert not failed, "\n".join(failed)
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    # A short list has no more than its first parts.
+    assert done.stdout.strip() or not part.startswith("0/"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("module", LAUNCHING)

@@ -13,9 +13,9 @@ import pytest
 from kvcq.errors import UnavailableError
 from kvcq.kernels.cuda import compile as build
 from kvcq.kernels.cuda.compile import (
+    CUDA_MAX_GROUP,
     DEFAULT_SHARED,
     HEAD_DIMS,
-    MAX_GROUP,
     SOURCES,
     RowsVariant,
     Shape,
@@ -42,7 +42,7 @@ needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs the wheel nvidia
 
 def variants() -> Iterator[Variant]:
     for head_dim in HEAD_DIMS:
-        for group in range(1, MAX_GROUP + 1):
+        for group in range(1, CUDA_MAX_GROUP + 1):
             for vq in (False, True):
                 for softcap in (False, True):
                     yield Variant(head_dim, group, vq, softcap, launch_shape(head_dim, group, softcap))
@@ -143,3 +143,7 @@ def test_a_cuda_core_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UnavailableError, match="does not load: no libcuda"):
         build.core()
     build.core.cache_clear()
+
+
+def test_no_kernel_of_a_captured_graph_is_ever_unloaded() -> None:
+    assert build.kernel.cache_info().maxsize is None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvcq.kernels.select import Backend
 from kvcq.kernels.write import write
 from tests.kernels.build import build_case, relative_error
 from tests.kernels.test_attention import error_of, reserved
@@ -16,6 +18,15 @@ from tests.kernels.test_write import counter, tokens
 
 FAR = 1 << 32
 KINDS = pytest.mark.parametrize("kind", ["int2", "vq"])
+# The CUDA kernels have larger heads.
+KERNELS = pytest.mark.parametrize(
+    ("backend", "d"),
+    [
+        ("triton", 16),
+        pytest.param("triton", 64, marks=pytest.mark.gpu),
+        pytest.param("cuda", 64, marks=pytest.mark.gpu),
+    ],
+)
 
 
 def moved(pages: Tensor) -> tuple[Tensor, int]:
@@ -27,12 +38,13 @@ def moved(pages: Tensor) -> tuple[Tensor, int]:
 
 
 @KINDS
-def test_decode_reads_far_pages(kind: str, device: torch.device, dtype: torch.dtype) -> None:
-    case = build_case(kind, (70, 200), d_k=16, device=device, dtype=dtype)
+@KERNELS
+def test_decode_reads_far_pages(kind: str, backend: Backend, d: int, device: torch.device, dtype: torch.dtype) -> None:
+    case = build_case(kind, (70, 200), d_k=d, device=device, dtype=dtype)
     pages, before = moved(case.cache.pages)
     requests = replace(case.requests, page_table=case.requests.page_table + before)
     case = replace(case, cache=replace(case.cache, pages=pages), requests=requests)
-    assert error_of(case, reserved(case)) < 2e-3
+    assert error_of(case, reserved(case, backend=backend)) < 2e-3
 
 
 @KINDS
@@ -45,11 +57,16 @@ def test_extend_reads_far_pages(kind: str, device: torch.device, dtype: torch.dt
 
 
 @KINDS
-def test_write_reaches_far_pages(kind: str, device: torch.device, dtype: torch.dtype) -> None:
-    case = build_case(kind, [70], d_k=16, device=device, dtype=dtype, fill=False)
+@KERNELS
+def test_write_reaches_far_pages(
+    kind: str, backend: Literal["cuda", "triton"], d: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    case = build_case(kind, [70], d_k=d, device=device, dtype=dtype, fill=False)
     at = tokens(case)
     pages, before = moved(case.cache.pages)
     for cache, first in ((case.cache, 0), (replace(case.cache, pages=pages), before)):
         place = at | {"slots": at["slots"] + 64 * first}
-        write(case.tables, cache, case.k[0], case.v[0], rows=None, windows=False, clamped=counter(case), **place)
+        more = {"rows": None, "windows": False, "clamped": counter(case), "backend": backend}
+        write(case.tables, cache, case.k[0], case.v[0], **place, **more)
+    assert not torch.equal(case.cache.pages, torch.full_like(case.cache.pages, 0xFF))
     assert torch.equal(pages[before:], case.cache.pages)

@@ -63,6 +63,9 @@ def test_flags_are_read_by_field():
         (["--grpc-mode"], "over HTTP"),
         (["--dp", "2"], "share no prefix"),
         (["--nnodes", "2"], "one machine"),
+        (["--tokenizer-worker-num", "2"], "before the proof"),
+        (["--enable-http2"], "before the proof"),
+        (["--grpc-port", "9"], "before the proof"),
         (["--json-model-override-args", "{"], "not a JSON object"),
         (["--json-model-override-args", "[1]"], "not a JSON object"),
         (["--json-model-override-args"], "not a JSON object"),
@@ -112,9 +115,22 @@ def test_what_kvcq_sets_comes_last_and_the_users_overrides_stay():
         "b": 1,
         "kvcq": {"bundle": "/x", "digest": "d"},
     }
-    assert told[-2:] == ("--enable-metrics", "--trust-remote-code")
+    assert told[-3:] == ("--enable-metrics", "--skip-server-warmup", "--trust-remote-code")
     # An abbreviation, which argparse takes too, comes before what kvcq sets.
     assert told.index("--page") < told.index("--page-size")
+
+
+def test_graphs_of_prefills_are_off_unless_a_kind_is_asked_for():
+    def ends(*tokens, **more):
+        told = build_command(request(), read_given(tokens), "m", 1, {}, **more)
+        return [part for part in told if "prefill" in part or "piecewise" in part or part == "disabled"]
+
+    assert ends() == ["--cuda-graph-backend-prefill", "disabled"]
+    assert ends(release="0.5.14") == ends(release="0.5.17") == ends()
+    for release in ("0.5.13", "0.5.13.post1"):
+        assert ends(release=release) == ["--disable-piecewise-cuda-graph"]
+    assert ends("--cuda-graph-backend-prefill", "breakable") == ["--cuda-graph-backend-prefill"]
+    assert ends("--enable-breakable-cuda-graph", release="0.5.13") == []
 
 
 def test_what_is_not_asked_for_is_not_passed():

@@ -53,7 +53,8 @@ def left(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, code):
-    with command(tiny, tmp_path, "child", "--trace", str(tmp_path / "t.jsonl"), "--", "--log-level", "info") as process:
+    own = ("--trace", str(tmp_path / "t.jsonl"), "--sink-entries", "3")
+    with command(tiny, tmp_path, "child", *own, "--", "--log-level", "info") as process:
         told = json.loads(process.stdout.readline())
         assert told["engine"] == "sglang"
         assert not (set(told) & {"api_key"})
@@ -64,6 +65,8 @@ def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, c
             "bundle": str(tiny.folder / "nova.kvcq"),
             "digest": told["digest"],
             "trace": str(tmp_path / "t.jsonl"),
+            "sink_entries": 3,
+            "gate": settings["gate"],
         }
         assert Settings.of(settings).plain() == settings
         found, out, err = end(process, number)

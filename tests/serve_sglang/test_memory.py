@@ -56,6 +56,13 @@ def test_the_plan_is_that_of_the_layout(bundle):
     assert f"about {memory.tokens} tokens" in memory.line()
 
 
+def test_each_kept_beginning_takes_the_bytes_of_its_exact_rows(bundle):
+    few, many = (plan_memory(bundle, read_given([]), 4, GPU, 1 << 20, entries).pool for entries in (1, 11))
+    assert memory_of(bundle).pool.entries == 4 and (few.entries, many.entries) == (1, 11)
+    sinks = bundle.manifest.recipe.windows.sink * kv_bytes_per_token((), bundle.manifest.geometry)
+    assert many.bias - few.bias == 10 * sinks
+
+
 def test_ranks_share_weights_and_heads(bundle):
     one, two = memory_of(bundle), memory_of(bundle, "--tp", "2", "--mem-fraction-static", "0.5")
     assert (2 * two.pool.cell, 2 * two.bf16_cell) == (one.pool.cell, one.bf16_cell)

@@ -39,6 +39,7 @@ def test_a_server_that_proves_itself_is_told_with_a_table(tiny, stub, tmp_path):
         ("bytes", "bytes of a token"),
         ("window", "bytes of the exact rows"),
         ("kernels", "a kernel for each layer"),
+        ("slow_kernel", "layer 0 attends with torch"),
         ("capacity", "a pool of 0 tokens"),
         ("fallback", "attention without the kernels"),
         ("late_fallback", "attention without the kernels"),

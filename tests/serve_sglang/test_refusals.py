@@ -30,6 +30,7 @@ from kvcq.pipeline.sglang import machine as machines
 from kvcq.pipeline.sglang.early import check_kernels
 from kvcq.pipeline.sglang.machine import Gpu, Machine, check_gpus, cuda_devices, this_machine
 from kvcq.pipeline.sglang.stated import check_stated, stated_facts
+from kvcq.pipeline.sglang.vocabulary import stated_vocabulary
 from tests.chain import python
 from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, Told, request_of
 from tests.tiny import save_tiny
@@ -64,7 +65,8 @@ def test_another_model_is_refused(refused, tmp_path):
     assert "fitted for another model: num_hidden_layers is 3, that of the bundle 4 (other config.json)" in line
 
 
-def test_a_model_that_differs_where_its_library_must_look_is_refused(refused, tmp_path):
+def test_a_model_that_differs_where_its_library_must_look_is_refused(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(early, "check_stated", lambda *_: None)
     other = save_tiny(tmp_path / "other", attention_bias=True)
     assert "fitted for another model: biases differ" in refused(MismatchError, model=str(other))
 
@@ -84,6 +86,8 @@ def stated(tiny, tmp_path, change, overrides=None):
         ({"num_key_value_heads": 4}, "num_key_value_heads of layer 0 is 4, that of the bundle 2"),
         ({"head_dim": 16}, "head_dim of layer 0 is 16, that of the bundle 32"),
         ({"hidden_size": 32}, "hidden_size is 32, that of the bundle 64"),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5, that of the bundle"),
+        ({"attention_bias": True}, "attention_bias is True, that of the bundle False"),
         ({"vocab_size": 129}, "vocab_size is 129, that of the bundle 128"),
         ({"max_position_embeddings": 1024}, "max_position_embeddings is 1024, that of the bundle 512"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_theta is 5.0, .* 10000.0"),
@@ -122,6 +126,26 @@ def test_what_a_configuration_does_not_state_waits_for_its_library(tiny, tmp_pat
     assert stated_facts(resolve_source(str(tmp_path)), {}) is None
     check_stated(resolve_source("some/model"), {}, bundle)
     assert stated_facts(resolve_source("some/model"), {}) is None
+
+
+def test_a_vocabulary_is_read_without_its_library_where_that_adds_nothing(tiny, tmp_path):
+    identity = open_bundle(tiny.folder / "nova.kvcq").manifest.identity
+    shutil.copytree(tiny.model, folder := tmp_path / "model")
+    assert stated_vocabulary(folder) == identity.vocabulary
+    source, bundle = resolve_source(str(folder)), open_bundle(tiny.folder / "nova.kvcq")
+    check_stated(source, {}, bundle)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for change in ({"tokenizer_class": "Qwen2Tokenizer"}, {"pad_token": {"content": "<new>"}}):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | change))
+        assert stated_vocabulary(folder) is None
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole["added_tokens"].append({"id": 127, "content": "<other>"})
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(MismatchError, match=r"vocabulary differs \(model tokenizer.json\)"):
+        check_stated(source, {}, bundle)
+    (folder / "tokenizer.json").write_text("{")
+    check_stated(source, {}, bundle)
 
 
 def test_other_weights_are_refused_if_strict(refused, tmp_path):

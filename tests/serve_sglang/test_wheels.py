@@ -10,6 +10,7 @@ import torch
 
 from kvcq.pipeline.sglang import arguments
 from kvcq.pipeline.sglang.failure import _scheduler
+from kvcq.runtime.sglang import gate
 from tests.runtime.sglang.wheels import VERSIONS, Sources
 
 pytestmark = pytest.mark.network
@@ -62,7 +63,8 @@ def test_a_server_that_starts_or_ends_is_not_well(sources):
 
 def test_every_flag_that_is_passed_is_a_field(sources):
     fields = set(sources.fields(ARGS))
-    passed = {*arguments.OWN, *arguments.SET, *arguments.MANY, "json_model_override_args", "enable_metrics"}
+    bare = {"json_model_override_args", "enable_metrics", "skip_server_warmup"}
+    passed = {*arguments.OWN, *arguments.SET, *arguments.MANY, *bare}
     advised = {"api_key", "mem_fraction_static", "chunked_prefill_size", "max_queued_requests", "tp_size"}
     assert passed | advised <= fields
 
@@ -111,6 +113,28 @@ def test_a_scheduler_that_ends_is_told_with_its_exit_code(sources):
     line = str(died(1, SimpleNamespace(join=lambda timeout: None, exitcode=5)))
     assert _scheduler([line], 1) == 5
     assert _scheduler([str(died(0, SimpleNamespace(join=lambda timeout: None, exitcode=-9)))], 1) == 1
+
+
+def test_the_gate_stands_in_front_of_all_that_listens(sources):
+    launch = ast.unparse(sources.function(f"{HTTP}.launch_server"))
+    assert launch.index("Engine._launch_subprocesses(") < launch.index("_setup_and_run_http_server(")
+    assert "server_args.check_server_args()" in ast.unparse(
+        sources.function("sglang.srt.entrypoints.engine.Engine._launch_subprocesses")
+    )
+    assert "\napp = FastAPI(" in sources.text(HTTP)
+    served = ast.unparse(sources.function(f"{HTTP}._setup_and_run_http_server"))
+    # One process serves the object; several import a module of their own, and so may HTTP 2.
+    assert "uvicorn.run(app," in served and "if server_args.tokenizer_worker_num == 1:" in served
+    assert "middleware_stack" not in sources.text(HTTP)
+    fields = set(sources.fields(ARGS))
+    assert {"tokenizer_worker_num", "enable_http2", "grpc_mode", "encoder_only", "use_ray"} <= fields
+    assert (f"def {gate.NATIVE}(" in sources.text(HTTP)) == ("grpc_port" in fields)
+
+
+def test_a_server_that_does_not_warm_up_is_well_at_once(sources):
+    text = ast.unparse(sources.function(f"{HTTP}._wait_and_warmup"))
+    assert "not server_args.skip_server_warmup" in text
+    assert "else:\n        _global_state.tokenizer_manager.server_status = ServerStatus.Up" in text
 
 
 def test_the_server_is_started_by_its_module_and_loads_plugins_first(sources):

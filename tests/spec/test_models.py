@@ -153,6 +153,8 @@ def test_the_layouts_that_kernels_read_are_served():
         (Recipe, {"method": "x", "params": {"a": [1]}}),
         (RopeSpec, {"rotary_dims": 4, "inv_freq": (1.0,)}),
         (RopeSpec, {"rotary_dims": 2, "inv_freq": (float("inf"),)}),
+        (RopeSpec, {"rotary_dims": 2, "inv_freq": (1e308,)}),
+        (RopeSpec, {"rotary_dims": 2, "inv_freq": (1.0,), "attention_scaling": -1e308}),
         (RopeSpec, {"rotary_dims": 2, "inv_freq": (1.0,), "sense": 0}),
         (FileEntry, {"name": "a.json", "size": 1, "sha256": "0" * 63}),
         (FileEntry, {"name": "a.json", "size": -1, "sha256": ZERO}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from kvcq.errors import UnavailableError
 
 SOURCES = ("device.cuh", "decode.cu")
 HEAD_DIMS = (64, 128)
-MAX_GROUP = 8
+CUDA_MAX_GROUP = 8
 ROW_PADDING = 8
 STATE_BYTES = 64
 FLOAT_BYTES = 4
@@ -130,8 +130,8 @@ def unserved(d_k: int, d_v: int, group: int, words: int) -> str | None:
     """Say why the CUDA kernel does not serve a geometry, None when it does."""
     if d_k != d_v or d_k not in HEAD_DIMS:
         return f"head dims {d_k} and {d_v}: the CUDA kernel has {HEAD_DIMS[0]} or {HEAD_DIMS[1]} for both"
-    if group > MAX_GROUP:
-        return f"{group} query heads a KV head: the CUDA kernel has 1 to {MAX_GROUP}"
+    if group > CUDA_MAX_GROUP:
+        return f"{group} query heads a KV head: the CUDA kernel has 1 to {CUDA_MAX_GROUP}"
     if words != 1:
         return f"{words} scales a row: the CUDA kernel has 1"
     return None
@@ -171,7 +171,8 @@ def core() -> Any:
         raise UnavailableError(f"cuda.core does not load: {error}", fix="repair it or uninstall it") from error
 
 
-@lru_cache(maxsize=64)
+# Without a limit: what falls out of a cache is unloaded, and a captured graph may still launch it.
+@cache
 def kernel(variant: Variant | RowsVariant, capability: tuple[int, int], device: int) -> Any:
     """Compile a variant for a device, once, and let it take the shared memory that it needs.
 

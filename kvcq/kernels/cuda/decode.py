@@ -44,7 +44,7 @@ def decode_partials_cuda(
         q: Mapped queries ``[B, Hq, d]``, bfloat16.
         plan: The work list.
         partials: Written: every element of used items, nothing of unused ones.
-        shape: Warps and blocks, from `select.choose`.
+        shape: Warps and blocks, from `select.launch_shape`.
         scaling: Factor on products.
         softcap: Logits become ``softcap tanh(logits / softcap)``.
         offset: ``q . mu`` float32 ``[B, Hq]``, read with a softcap only; None is zeros.

@@ -20,6 +20,8 @@ from kvcq.pipeline.bench.timing import Call, Timing, free, time_calls
 from kvcq.runtime.layout import PAGE
 
 WORKSPACE = 256 << 20
+DEVICE = "cuda"
+FLASH = "flash"
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,25 @@ def _decode(shape: Shape) -> dict[str, Callable[[], Iterator[Call]]]:
         "SDPA cuDNN": lambda: _sdpa(shape, SDPBackend.CUDNN_ATTENTION, as_rows=True),
         "SDPA cuDNN, grouped": lambda: _sdpa(shape, SDPBackend.CUDNN_ATTENTION, as_rows=False),
     }
-    if find_spec("flashinfer") is not None:
+    if _has_flashinfer():
         forms["FlashInfer"] = lambda: _flashinfer(shape)
     return forms
 
 
 def _prefill(shape: Shape) -> dict[str, Callable[[], Iterator[Call]]]:
-    forms = {"flash": lambda: _flash_chunk(shape)}
+    forms = {FLASH: lambda: _flash_chunk(shape)}
     if shape.chunk == shape.context:
-        # Behind a prefix its causal mask begins at the first key instead of ending at the last one.
+        # Behind a prefix its causal mask begins at the first key instead of ending at the last one, and
+        # `causal_lower_right` of torch has flash, the memory-efficient kernel or a mask in memory, never cuDNN.
         forms["SDPA cuDNN"] = lambda: _cudnn_causal(shape)
+    if _has_flashinfer():
+        forms["FlashInfer, ragged"] = lambda: _flashinfer_ragged(shape)
+        forms["FlashInfer, paged"] = lambda: _flashinfer_paged(shape)
     return forms
+
+
+def _has_flashinfer() -> bool:
+    return find_spec("flashinfer") is not None
 
 
 def _layers(shape: Shape) -> int:
@@ -74,7 +84,7 @@ def _layers(shape: Shape) -> int:
 
 
 def _random(*size: int) -> Tensor:
-    return torch.randn(size, dtype=SERVED, device="cuda")
+    return torch.randn(size, dtype=SERVED, device=DEVICE)
 
 
 def _sdpa(shape: Shape, backend: SDPBackend, *, as_rows: bool) -> Iterator[Call]:
@@ -93,21 +103,53 @@ def _sdpa(shape: Shape, backend: SDPBackend, *, as_rows: bool) -> Iterator[Call]
 
 def _flashinfer(shape: Shape) -> Iterator[Call]:
     """Yield calls over pages of 64 tokens in random order."""
-    flashinfer = import_module("flashinfer")
-    pages = shape.pages // shape.batch
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda"), "HND", use_tensor_cores=True
-    )
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda") * pages
-    indices = torch.randperm(shape.pages, dtype=torch.int32, device="cuda")
-    last = torch.full((shape.batch,), (shape.context - 1) % PAGE + 1, dtype=torch.int32, device="cuda")
-    heads = (shape.q_heads, shape.heads, shape.d, PAGE)
-    wrapper.plan(starts, indices, last, *heads, q_data_type=SERVED, kv_data_type=SERVED)
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=True)
+    wrapper.plan(*_pages(shape), *_heads(shape), PAGE, q_data_type=SERVED, kv_data_type=SERVED)
     for _ in range(_layers(shape)):
         cache = _random(shape.pages, 2, shape.heads, PAGE, shape.d)
         q = _random(shape.batch, shape.q_heads, shape.d)
-        out = torch.empty_like(q)
-        yield partial(wrapper.run, q, cache, out=out)
+        yield partial(wrapper.run, q, cache, out=torch.empty_like(q))
+
+
+def _flashinfer_ragged(shape: Shape) -> Iterator[Call]:
+    """Yield causal calls aligned to the last key, over keys and values one after the other."""
+    wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD")
+    ends = (_starts(shape.batch, shape.chunk), _starts(shape.batch, shape.context))
+    wrapper.plan(*ends, *_heads(shape), causal=True, q_data_type=SERVED, kv_data_type=SERVED)
+    for _ in range(_layers(shape)):
+        k, v = (_random(shape.batch * shape.context, shape.heads, shape.d) for _ in range(2))
+        q = _random(shape.batch * shape.chunk, shape.q_heads, shape.d)
+        yield partial(wrapper.run, q, k, v, out=torch.empty_like(q))
+
+
+def _flashinfer_paged(shape: Shape) -> Iterator[Call]:
+    """Yield the same calls over pages of 64 tokens in random order."""
+    wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(_workspace(), "HND")
+    places = (_starts(shape.batch, shape.chunk), *_pages(shape))
+    wrapper.plan(*places, *_heads(shape), PAGE, causal=True, q_data_type=SERVED, kv_data_type=SERVED)
+    for _ in range(_layers(shape)):
+        cache = _random(shape.pages, 2, shape.heads, PAGE, shape.d)
+        q = _random(shape.batch * shape.chunk, shape.q_heads, shape.d)
+        yield partial(wrapper.run, q, cache, out=torch.empty_like(q))
+
+
+def _workspace() -> Tensor:
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=DEVICE)
+
+
+def _starts(batch: int, length: int) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * length
+
+
+def _pages(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where the pages of each request begin, all of them, and the tokens in its last one."""
+    indices = torch.randperm(shape.pages, dtype=torch.int32, device=DEVICE)
+    last = torch.full((shape.batch,), (shape.context - 1) % PAGE + 1, dtype=torch.int32, device=DEVICE)
+    return _starts(shape.batch, shape.pages // shape.batch), indices, last
+
+
+def _heads(shape: Shape) -> tuple[int, int, int]:
+    return shape.q_heads, shape.heads, shape.d
 
 
 def _flash_chunk(shape: Shape) -> Iterator[Call]:

@@ -1,23 +1,31 @@
 """What is checked beyond the shapes that are timed: ragged batches, every head dim, group and kind of scale. No torch.
 
-Every set of constants costs a compilation, so sizes are paired, not multiplied out: each codec meets each head dim, one
-and four scales take turns, and every head dim has one group of query heads.
+Every set of constants costs a compilation, so what is decoded one by one (INT2 and vector codes with one scale, every
+head dim, one and four query heads a KV head) has few requests, and the rest is paired, not multiplied out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Backend = Literal["cuda", "triton"]
 
 BACKENDS: tuple[Backend, ...] = ("cuda", "triton")
+TRITON: tuple[Backend, ...] = ("triton",)
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+CUDA_HEAD_DIMS, CUDA_GROUP = (64, 128), 8
 
 # Around pages of 64 tokens and windows of 64 + 256, a padding row, and the longest contexts.
 LENGTHS = (1, 2, 63, 64, 65, 0, 319, 320, 321, 1000, 4097, 32768, 100000)
+# Of cases that are about one kernel.
+FEW_LENGTHS = (1, 0, 65, 321, 4097)
 # Enough tokens in all that the CUDA kernels give every warp tokens of its own, as they do not for single ones.
 WRITTEN = (1, 63, 64, 65, 321, 1000, 4097)
+FEW_WRITTEN = (1, 65, 321)
 # Tokens before a chunk, and of it.
+FEW_CHUNKS = ((0, 5), (321, 257), (1000, 64))
 CHUNKS = ((20000, 1), (0, 5), (1000, 64), (321, 257), (4097, 1000))
 
 
@@ -33,7 +41,7 @@ class DecodeCase:
         softcap: Of logits.
         learned: Learned sinks.
         window: Sliding window.
-        backends: Kernels; one that does not serve the shape is left out.
+        backends: Kernels that it is for; one that cannot run here says why.
     """
 
     codec: str
@@ -63,7 +71,7 @@ class WriteCase:
         codec: Of `layers.CODECS`.
         d: Head dim.
         lengths: Tokens of each request.
-        backends: Kernels; one that does not serve the shape is left out.
+        backends: Kernels that it is for; one that cannot run here says why.
     """
 
     codec: str
@@ -105,31 +113,64 @@ class ExtendCase:
 
 Case = DecodeCase | WriteCase | ExtendCase
 
-DECODES = (
-    DecodeCase("int2", 64, 8),
-    DecodeCase("vqx4", 64, 8),
-    DecodeCase("int2x4", 80, 5),
-    DecodeCase("vq", 80, 5, learned=True),
-    DecodeCase("int2", 96, 1, window=700),
-    DecodeCase("vqx4", 96, 1),
-    DecodeCase("int2", 128, 4),
-    DecodeCase("int2x4", 128, 4),
-    DecodeCase("vq", 128, 4),
-    DecodeCase("vq", 128, 4, learned=True, window=700),
-    DecodeCase("vq", 128, 4, softcap=20.0, learned=True),
-    DecodeCase("int2x4", 256, 4),
-    DecodeCase("vq", 256, 4),
-    DecodeCase("vq", 64, 1, backends=("cuda",)),
+
+def served(codec: str, d: int, group: int = 1) -> tuple[Backend, ...]:
+    """Return the kernels that have a shape where everything is installed: CUDA those of one scale and few sizes."""
+    cuda = d in CUDA_HEAD_DIMS and group <= CUDA_GROUP and codec in ("int2", "vq")
+    return BACKENDS if cuda else TRITON
+
+
+def _decode(codec: str, d: int, group: int, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> DecodeCase:
+    return DecodeCase(codec, d, group, lengths, backends=served(codec, d, group), **more)
+
+
+def _write(codec: str, d: int, backend: Backend, lengths: tuple[int, ...] = FEW_WRITTEN) -> WriteCase:
+    return WriteCase(codec, d, lengths, (backend,))
+
+
+# Long contexts, softcaps, learned sinks, windows, four scales.
+LONG = (
+    _decode("int2", 64, 8),
+    _decode("vqx4", 64, 8),
+    _decode("int2x4", 80, 5),
+    _decode("vq", 80, 5, learned=True),
+    _decode("int2", 96, 1, window=700),
+    _decode("vqx4", 96, 1),
+    _decode("int2", 128, 4),
+    _decode("int2x4", 128, 4),
+    _decode("vq", 128, 4),
+    _decode("vq", 128, 4, learned=True, window=700),
+    _decode("vq", 128, 4, softcap=20.0, learned=True),
+    _decode("int2x4", 256, 4),
+    _decode("vq", 256, 4),
     DecodeCase("int2", 128, 5, backends=("cuda",)),
 )
-WRITES = (
-    WriteCase("vq", 128, backends=("triton",)),
-    WriteCase("int2", 128, backends=("triton",)),
-    WriteCase("vq", 128, backends=("cuda",)),
-    WriteCase("int2", 128, backends=("cuda",)),
-    WriteCase("vq", 64, backends=("cuda",)),
-    WriteCase("int2", 64, backends=("cuda",)),
+_LONG = {(case.codec, case.d, case.group) for case in LONG}
+_WIDEST = sorted(HEAD_DIMS, reverse=True)
+# Every head dim: one scale with one and four query heads a KV head, four scales with either.
+_SHORT = [(codec, d, group) for d in _WIDEST for codec in ("vq", "int2") for group in (4, 1)]
+_SHORT += [
+    (codec, d, 4)
+    for d in _WIDEST
+    for codec in ("vqx4", "int2x4")
+    if (codec, d) not in {(case.codec, case.d) for case in LONG}
+]
+DECODES = LONG + tuple(_decode(*shape, FEW_LENGTHS) for shape in _SHORT if shape not in _LONG)
+SLOW_WRITES = (
+    _write("vqx4", 256, "triton"),
+    _write("vq", 128, "triton", WRITTEN),
+    _write("vq", 80, "triton"),
+    _write("int2", 128, "triton", WRITTEN),
+    _write("int2", 256, "triton"),
+    _write("int2x4", 80, "triton"),
+    _write("int4", 128, "triton"),
 )
-EXTENDS = (ExtendCase("int2", 128, 4), ExtendCase("vq", 128, 4))
+WRITES = SLOW_WRITES + tuple(_write(codec, d, "cuda", WRITTEN) for d in (128, 64) for codec in ("vq", "int2"))
+EXTENDS = (
+    *(ExtendCase(codec, 256, group, FEW_CHUNKS) for codec in ("vq", "int2") for group in (4, 1)),
+    ExtendCase("int2", 128, 4),
+    ExtendCase("vq", 128, 4),
+    *(ExtendCase(codec, d, group, FEW_CHUNKS) for d in (80, 64) for codec in ("vq", "int2") for group in (4, 1)),
+)
 # Those whose compilation takes longest begin first.
-CASES: tuple[Case, ...] = (*WRITES[:2], *EXTENDS, *DECODES, *WRITES[2:])
+CASES: tuple[Case, ...] = (*SLOW_WRITES, *EXTENDS, *DECODES, *WRITES[len(SLOW_WRITES) :])

@@ -19,8 +19,8 @@ from kvcq.pipeline.bench.extend import LIMIT as EXTEND_LIMIT
 from kvcq.pipeline.bench.ragged import Place, ragged_step
 from kvcq.pipeline.bench.verdict import Verdict, after_replay, rows_verdict
 
-# A kernel and its check.
-Attempt = tuple[str, Callable[[], Verdict]]
+# A kernel and its check, or why it cannot run here.
+Attempt = tuple[str, Callable[[], Verdict] | str]
 
 # Every so many requests one has a prefix that came without exact rows, so that half of W is read coded.
 HIT = 4
@@ -57,10 +57,11 @@ def decode_attempts(case: DecodeCase, place: Place) -> Iterator[Attempt]:
         sizes = (shape.q_heads, shape.batch, shape.context)
         try:
             decoder = Decoder.reserve(tables, place.windows, *sizes, step.device, backend=backend)
-        except UnsupportedError:
+        except UnsupportedError as refusal:
             # Triton has them all.
             if backend == "triton":
                 raise
+            yield backend, str(refusal)
             continue
         yield backend, partial(attempt, decoder)
 

@@ -52,9 +52,15 @@ def write_attempts(case: WriteCase, place: Place) -> Iterator[Attempt]:
     step = ragged_step(case.codec, case.d, 1, case.lengths, place, fill=False)
     tokens = _tokens(step, case.lengths)
     for backend in case.backends:
-        served = cuda_sides(step.tables[0], place.dtype, device_limits(step.device))
-        if backend == "triton" or (missing() is None and any(served)):
-            yield backend, partial(_attempt, step, tokens, case, backend)
+        reason = None if backend == "triton" else _unserved(step, place)
+        yield backend, reason or partial(_attempt, step, tokens, case, backend)
+
+
+def _unserved(step: Step, place: Place) -> str | None:
+    reason = missing()
+    if reason is None and not any(cuda_sides(step.tables[0], place.dtype, device_limits(step.device))):
+        reason = "no CUDA kernel writes this layer on this device"
+    return reason
 
 
 def _tokens(step: Step, lengths: tuple[int, ...]) -> Tokens:
@@ -172,8 +178,9 @@ def appended(n: int, sink: int, ring: int) -> list[int]:
 def _expected(step: Step, bulk: LayerCache, tokens: Tokens, chosen: Tensor) -> LayerCache:
     """Return what is left when only these tokens have been stored: their codes, all windows, nothing else."""
     expected, tables, d = replace(bulk, pages=torch.full_like(bulk.pages, 0xFF)), step.tables[0], step.shape.d
+    bits = (tables.k.bits, tables.v.bits)
     page, place = tokens.slots[chosen] // PAGE_TOKENS, tokens.slots[chosen] % PAGE_TOKENS
-    for to, source in zip(*(page_views(one.pages, d, d, tables.words) for one in (expected, bulk)), strict=True):
+    for to, source in zip(*(page_views(one.pages, d, d, tables.words, bits) for one in (expected, bulk)), strict=True):
         to[page, :, place] = source[page, :, place]
     return expected
 

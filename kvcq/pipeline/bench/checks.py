@@ -36,7 +36,7 @@ WORKERS = 8
 WORKER_BYTES = 14 << 30
 
 
-def share_out(cases: Sequence[Case], place: Place, workers: int) -> Iterator[Check]:
+def share_out(cases: Sequence[Case], place: Place, workers: int, warn: Callable[[str], None]) -> Iterator[Check]:
     """Check cases in processes of their own, see `check_cases`; yield in order.
 
     Where processes cannot begin, or one dies, this one does what is left.
@@ -45,6 +45,7 @@ def share_out(cases: Sequence[Case], place: Place, workers: int) -> Iterator[Che
         cases: In order; those that take longest first end soonest.
         place: Heads, windows, device.
         workers: Processes; with one, cases are checked in this one.
+        warn: Told when a process cannot begin or dies.
     """
     done = 0
     if workers > 1:
@@ -54,8 +55,9 @@ def share_out(cases: Sequence[Case], place: Place, workers: int) -> Iterator[Che
                 for found in pool.map(partial(_checked, place=place), cases):
                     yield from found
                     done += 1
-        except BrokenProcessPool:
-            pass
+        except BrokenProcessPool as failure:
+            left = len(cases) - done
+            warn(f"a process of the checks died ({_said(failure)}); the {left} cases left run in this one")
     yield from check_cases(cases[done:], place)
 
 
@@ -78,7 +80,7 @@ def _checked(case: Case, place: Place) -> list[Check]:
 
 
 def check_cases(cases: Iterable[Case], place: Place) -> Iterator[Check]:
-    """Check each case with each kernel that serves it; a kernel that fails in any way is not right.
+    """Check each case with each kernel that it is for; a kernel that fails in any way is not right.
 
     Random numbers of the caller are left as they were.
 
@@ -100,7 +102,10 @@ def _checks(case: Case, place: Place) -> Iterator[Check]:
     begin = time.monotonic()
     try:
         for kernel, attempt in attempts:
-            yield _check(case.label, kernel, limit, attempt, begin)
+            if isinstance(attempt, str):
+                yield Check(case.label, kernel, None, limit, missing=attempt)
+            else:
+                yield _check(case.label, kernel, limit, attempt, begin)
             begin = time.monotonic()
     # What cannot be prepared is not known to be right.
     except Exception as failure:

@@ -31,6 +31,8 @@ CODECS: dict[str, tuple[CodecSpec, CodecSpec]] = {
     "int2x4": (_K.model_copy(update={"groups": 4}), _V.model_copy(update={"groups": 4})),
     "vqx4": (_VQ, CodecSpec(transform="orthogonal", centred=True, groups=4)),
 }
+# With what is written, but not decoded by a kernel.
+STORED = CODECS | {"int4": (_K.model_copy(update={"bits": 4}), _V.model_copy(update={"bits": 4}))}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Step:
 
 def words_of(codec: str) -> int:
     """Return the affine words of a token and head."""
-    return max(side.groups for side in CODECS[codec])
+    return max(side.groups for side in STORED[codec])
 
 
 def build_step(
@@ -94,7 +96,7 @@ def random_tables(codec: str, shape: Shape, device: torch.device, dtype: torch.d
     """Return the constants of one layer."""
     heads, d = shape.heads, shape.d
     tensors: dict[str, Any] = {}
-    for side, spec in zip("kv", CODECS[codec], strict=True):
+    for side, spec in zip("kv", STORED[codec], strict=True):
         left, right = reflection(heads, d, device), reflection(heads, d, device)
         stretch = torch.empty(heads, 1, d, dtype=torch.float64, device=device).uniform_(-SPREAD, SPREAD).exp()
         if spec.transform == "orthogonal":
@@ -112,7 +114,7 @@ def random_tables(codec: str, shape: Shape, device: torch.device, dtype: torch.d
             scale = torch.empty(heads, d // VQ_GROUP, device=device).uniform_(1 - SPREAD, 1 + SPREAD)
             tensors[f"{side}.codebook_scale"] = scale / (INT8_MAX / 3**0.5)
     geometry = LayerGeometry(layer=0, kind="full", q_heads=shape.q_heads, kv_heads=heads, d_k=d, d_v=d)
-    plan = LayerPlan(layer=0, k=CODECS[codec][0], v=CODECS[codec][1])
+    plan = LayerPlan(layer=0, k=STORED[codec][0], v=STORED[codec][1])
     built = HeadCodec.build(plan, geometry, tensors, cast=dtype, device=device)
     return Tables.of(built, heads, d, d, dtype, device)
 

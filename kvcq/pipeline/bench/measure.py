@@ -37,9 +37,10 @@ def measure(request: BenchRequest, plan: Sequence[tuple[str, Shape]], reporter: 
     if "check" in request.ops:
         workers = workers_here()
         reporter.stage(f"checks of ragged batches ({len(CASES)} cases in {workers} processes)")
-        for check in share_out(CASES, Place(), workers):
+        for check in share_out(CASES, Place(), workers, reporter.warn):
             result.checks.append(check)
             (reporter.note if check.ok else reporter.warn)(check.line())
+        reporter.note(f"checks: {result.checks_run}")
     if plan:
         reporter.stage("read ceiling")
         result.ceiling, result.rates = read_ceiling(CEILING_REPEATS)

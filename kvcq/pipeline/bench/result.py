@@ -81,6 +81,7 @@ class Check:
         limit: What it may be at most.
         problem: What is wrong; None: it is right.
         seconds: That it took, compilation included.
+        missing: Why it was not run; None: it was.
     """
 
     case: str
@@ -89,16 +90,18 @@ class Check:
     limit: float
     problem: str | None = None
     seconds: float = 0.0
+    missing: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is right."""
-        return self.problem is None
+        """Whether the kernel ran and is right."""
+        return self.problem is None and self.missing is None
 
     def line(self) -> str:
         """Return the check in one line."""
         error = "" if self.error is None else f"error {self.error:.1e}"
-        return f"{self.case}, {self.kernel}: {self.problem or error}"
+        missing = None if self.missing is None else f"not run: {self.missing}"
+        return f"{self.case}, {self.kernel}: {self.problem or missing or error}"
 
 
 @dataclass
@@ -133,7 +136,12 @@ class BenchResult:
     @property
     def problems(self) -> list[str]:
         """A line for each check that is not right, then for each kernel that is wrong or failed."""
-        return [check.line() for check in self.checks if not check.ok] + [row.line() for row in self.wrong]
+        return [check.line() for check in self.checks if check.problem is not None] + [row.line() for row in self.wrong]
+
+    @property
+    def checks_run(self) -> str:
+        """How many checks were run, in words."""
+        return f"{sum(check.missing is None for check in self.checks)} of {len(self.checks)} run"
 
     def text(self) -> str:
         """Return Markdown: the device, a table for each operation, and what was not timed."""
@@ -144,13 +152,14 @@ class BenchResult:
             rates = ", ".join(f"{rate:.0f}" for rate in self.rates)
             lines += [f"Read ceiling, measured: {self.ceiling:.0f} GB/s ({rates}). Bound: {BOUND_GBS:.0f} GB/s.", ""]
         if self.checks:
-            lines += ["Checks of ragged batches:", "", *check_table(self.checks), ""]
+            lines += [f"Checks of ragged batches, {self.checks_run}:", "", *check_table(self.checks), ""]
         for op, title in TITLES.items():
             rows = [row for row in self.rows if row.op == op]
             if rows:
                 lines += [f"{title}:", "", *table(rows, self.ceiling), ""]
         lines += [f"- {label}: {choice}" for label, choice in self.choices.items()]
-        lines += [f"- wrong: {visible(check.line())}" for check in self.checks if not check.ok]
+        lines += [f"- wrong: {visible(check.line())}" for check in self.checks if check.problem is not None]
+        lines += [f"- {visible(check.line())}" for check in self.checks if check.missing is not None]
         lines += [f"- not timed: {visible(row.line())}" for row in self.rows if row.problem]
         return "\n".join([*lines, f"- {self.seconds:.0f} s in all"])
 
@@ -191,7 +200,8 @@ def check_table(checks: Iterable[Check]) -> list[str]:
     lines = ["| case | kernel | relative error | limit | ok |", "|---|---|---|---|---|"]
     for check in checks:
         error = "" if check.error is None else f"{check.error:.1e}"
-        lines.append(f"| {check.case} | {check.kernel} | {error} | {check.limit:g} | {'yes' if check.ok else 'no'} |")
+        ok = "yes" if check.ok else "no" if check.missing is None else "not run"
+        lines.append(f"| {check.case} | {check.kernel} | {error} | {check.limit:g} | {ok} |")
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvcq.errors import InputError, shown
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.runtime.layout import PAGE
+from kvcq.runtime.sglang.versions import TESTED
 
 BACKEND = "kvcq"
 OVERRIDES = "--json-model-override-args"
@@ -46,11 +47,21 @@ UNPROVABLE = {
     "ssl_certfile": "the proof is asked over plain HTTP",
     "grpc_mode": "the proof is asked over HTTP",
     "encoder_only": "it attends to no cache",
+    "enable_http2": "it may answer before the proof",
+    "grpc_port": "it would answer before the proof",
     "use_ray": "kvcq serve watches one process tree",
     "skip_tokenizer_init": "answers would have no text",
 }
 SET = {"page_size": str(PAGE), "attention_backend": BACKEND}
-MANY = {"dp_size": "ranks of data parallelism share no prefix", "nnodes": "kvcq serve watches one machine"}
+MANY = {
+    "dp_size": "ranks of data parallelism share no prefix",
+    "nnodes": "kvcq serve watches one machine",
+    "tokenizer_worker_num": "its processes would answer before the proof",
+}
+
+
+# What chooses a kind of prefill graphs; none of them was ever run with 2-bit pages, so they are off otherwise.
+GRAPHS = ("cuda_graph_backend_prefill", "enable_breakable_cuda_graph", "enforce_piecewise_cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,12 @@ def read_given(tokens: Sequence[str]) -> Given:
 
 
 def build_command(
-    request: SglangRequest, given: Given, location: str, port: int, settings: Mapping[str, Any]
+    request: SglangRequest,
+    given: Given,
+    location: str,
+    port: int,
+    settings: Mapping[str, Any],
+    release: str = TESTED,
 ) -> tuple[str, ...]:
     """Return the command of the server; what kvcq sets comes last, so that nothing before it wins.
 
@@ -129,6 +145,7 @@ def build_command(
         location: Folder or hub id of the model.
         port: To listen on.
         settings: What the plugin reads from the model's configuration, under the key ``kvcq``.
+        release: Of SGLang.
     """
     overrides = json.dumps(given.overrides | {BACKEND: dict(settings)}, sort_keys=True)
     options: dict[str, str | None] = {
@@ -145,8 +162,16 @@ def build_command(
         "json_model_override_args": overrides,
     }
     own = [part for name, value in options.items() if value is not None for part in (flag(name), value)]
-    bare = ["--enable-metrics"] + (["--trust-remote-code"] if request.trust_remote_code else [])
+    own += [] if any(name in given.values for name in GRAPHS) else _no_prefill_graphs(release)
+    # SGLang would ask itself without the token of the gate: the proof warms it up.
+    bare = ["--enable-metrics", "--skip-server-warmup"] + (["--trust-remote-code"] if request.trust_remote_code else [])
     return (sys.executable, "-m", "sglang.launch_server", *given.tokens, *own, *bare)
+
+
+def _no_prefill_graphs(release: str) -> list[str]:
+    """Return the flag that turns graphs of prefills off; 0.5.13 has a switch for the one kind that it knows."""
+    early = release.split(".")[:3] == ["0", "5", "13"]
+    return ["--disable-piecewise-cuda-graph"] if early else ["--cuda-graph-backend-prefill", "disabled"]
 
 
 def _value(text: str) -> Any:

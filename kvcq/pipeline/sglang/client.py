@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx2
 
 from kvcq.errors import EvaluationError, shown
+from kvcq.runtime.sglang.gate import HEADER, OPEN, REASON
 
 HEALTH_SECONDS = 60.0
 ANSWER_SECONDS = 300.0
@@ -41,11 +42,14 @@ class Client:
         host: Address that it listens on.
         port: Its port.
         key: Sent as bearer token, where the server wants one.
+        token: Sent to its gate, where it has one.
     """
 
-    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+    def __init__(self, host: str, port: int, key: str | None = None, token: str | None = None) -> None:
         where = WILDCARDS.get(host, host)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if token is not None:
+            headers[HEADER] = token
         # No proxy of the environment reaches a port of this machine.
         self._http = httpx2.Client(
             base_url=f"http://[{where}]:{port}" if ":" in where else f"http://{where}:{port}",
@@ -84,6 +88,30 @@ class Client:
                 pass
             time.sleep(POLL_SECONDS)
         return False
+
+    def check_shut(self) -> None:
+        """Check that the gate is in place: without the token there is no answer.
+
+        Raises:
+            EvaluationError: there is one, or the connection broke.
+        """
+        asked = self._http.build_request("GET", "/health", timeout=HEALTH_SECONDS)
+        asked.headers.pop(HEADER, None)
+        try:
+            answer = self._http.send(asked)
+        except httpx2.HTTPError as error:
+            raise self._no_answer("/health", error) from None
+        if answer.status_code != 503 or REASON not in answer.text:
+            raise EvaluationError("the server answers before it has proven itself", where=f"{self.url}/health")
+
+    def open(self) -> None:
+        """Open the gate to everybody.
+
+        Raises:
+            EvaluationError: it did not say so.
+        """
+        if self._json("POST", OPEN, None) != {"open": True}:
+            raise EvaluationError("the gate did not open", where=f"{self.url}{OPEN}")
 
     def info(self) -> dict[str, Any]:
         """Return what the server says of itself and its schedulers.
@@ -125,7 +153,7 @@ class Client:
         try:
             answer = self._http.request(method, place, json=body, timeout=ANSWER_SECONDS)
         except httpx2.HTTPError as error:
-            raise NoAnswer(f"no answer: {error or type(error).__name__}", where=f"{self.url}{place}") from None
+            raise self._no_answer(place, error) from None
         if answer.status_code != 200:
             raise EvaluationError(f"HTTP {answer.status_code}: {shown(answer.text)}", where=f"{self.url}{place}")
         try:
@@ -135,6 +163,9 @@ class Client:
         if not isinstance(plain, dict):
             raise _not_an_answer(place, answer.text)
         return plain
+
+    def _no_answer(self, place: str, error: Exception) -> NoAnswer:
+        return NoAnswer(f"no answer: {error or type(error).__name__}", where=f"{self.url}{place}")
 
 
 def _not_an_answer(place: str, said: Any) -> EvaluationError:

@@ -46,7 +46,7 @@ def check_early(request: SglangRequest, given: Given, bundle: Bundle, gpu: Gpu) 
     check_stated(source, given.overrides, bundle)
     if (facts := stated_facts(source, given.overrides)) is not None:
         refuse(of_model(flags, facts))
-    plan_memory(bundle, given, request.max_running, gpu, weight_bytes(source))
+    plan_memory(bundle, given, request.max_running, gpu, weight_bytes(source), request.sink_entries)
 
 
 def check_kernels(geometry: ModelGeometry) -> None:

@@ -63,7 +63,9 @@ class Memory:
         )
 
 
-def plan_memory(bundle: Bundle, given: Given, running: int, gpu: Gpu, weight_bytes: int) -> Memory:
+def plan_memory(
+    bundle: Bundle, given: Given, running: int, gpu: Gpu, weight_bytes: int, entries: int | None = None
+) -> Memory:
     """Divide the memory of one GPU.
 
     Args:
@@ -72,6 +74,7 @@ def plan_memory(bundle: Bundle, given: Given, running: int, gpu: Gpu, weight_byt
         running: Requests that run at once.
         gpu: The smallest of those that will be used.
         weight_bytes: Of the whole model, 0 where not known.
+        entries: Beginnings whose exact rows are kept; None: as many as `running`.
 
     Raises:
         ResourceError: no page fits beside the weights and the exact rows.
@@ -80,7 +83,7 @@ def plan_memory(bundle: Bundle, given: Given, running: int, gpu: Gpu, weight_byt
         UnsupportedError: a layer without pages.
     """
     manifest, ranks = bundle.manifest, given.number("tp_size", 1)
-    pool = pool_of(manifest, ranks, running)
+    pool = pool_of(manifest, ranks, running, entries)
     bf16 = round(kv_bytes_per_token((), manifest.geometry)) * pool.heads // manifest.geometry.layers[0].kv_heads
     available = int(gpu.memory * _fraction(given)) - weight_bytes // ranks if weight_bytes else None
     memory = Memory(pool, ranks, bf16, available)
@@ -89,10 +92,17 @@ def plan_memory(bundle: Bundle, given: Given, running: int, gpu: Gpu, weight_byt
     return memory
 
 
-def pool_of(manifest: Manifest, ranks: int, running: int) -> PoolPlan:
+def pool_of(manifest: Manifest, ranks: int, running: int, entries: int | None = None) -> PoolPlan:
     """Return what the pool of every rank looks like."""
-    windows = manifest.recipe.windows
-    return pool_plan(manifest.plan, manifest.geometry, windows, digest=manifest.digest, tp=ranks, requests=running)
+    return pool_plan(
+        manifest.plan,
+        manifest.geometry,
+        manifest.recipe.windows,
+        digest=manifest.digest,
+        tp=ranks,
+        requests=running,
+        entries=entries,
+    )
 
 
 def _fraction(given: Given) -> float:

@@ -15,7 +15,7 @@ from kvcq.evaluation.canary import ACTIVE, canary_boundary, canary_statistic, ca
 from kvcq.pipeline.sglang.client import Client
 from kvcq.pipeline.sglang.memory import Memory
 from kvcq.runtime.layout import PAGE
-from kvcq.runtime.sglang.metrics import KEY
+from kvcq.runtime.sglang.metrics import FALLBACK, KEY
 
 AGAIN = "update kvcq and SGLang together, or serve this bundle with --engine hf"
 
@@ -103,6 +103,7 @@ def check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> N
         ("bytes of a token", "bytes_per_token", pool.cell),
         ("bytes of the exact rows of a request", "window_bytes", pool.request_bytes),
         ("requests at once", "running", pool.requests),
+        ("entries of sinks", "sinks", pool.entries),
         ("ranks", "ranks", memory.ranks),
     ):
         if record.get(name) != wanted:
@@ -111,6 +112,8 @@ def check_record(record: Mapping[str, Any], bundle: Bundle, memory: Memory) -> N
     layers = {str(entry.layer) for entry in manifest.plan if entry.quantized}
     if not isinstance(kernels, dict) or set(kernels) != layers:
         _differ("the server does not name a kernel for each layer of the bundle", "/server_info")
+    if slow := [layer for layer, name in kernels.items() if name == FALLBACK]:
+        _differ(f"layer {slow[0]} attends with {FALLBACK}, not with a kernel of the bundle", "/server_info")
     capacity = record.get("capacity")
     if not isinstance(capacity, int) or capacity < PAGE:
         _differ(f"a pool of {shown(capacity)} tokens", "/server_info")

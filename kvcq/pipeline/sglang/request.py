@@ -23,6 +23,8 @@ class SglangRequest(Request):
         served_name: Name of the model in requests; None: as SGLang names it.
         max_context: Most tokens of a request; None: the model's context.
         max_running: Requests that run at once: exact rows are reserved for each.
+        sink_entries: Distinct beginnings of prompts whose exact rows are kept, 1 or more: prefixes with others are
+            computed again. None: as many as `max_running`.
         chat_template: File with a Jinja chat template that replaces the tokenizer's own.
         trace: File that receives a line for each request, with the boundaries of its chunks.
         arguments: Flags for SGLang.
@@ -41,6 +43,7 @@ class SglangRequest(Request):
     served_name: str | None = None
     max_context: int | None = None
     max_running: int = 64
+    sink_entries: int | None = None
     chat_template: Path | None = None
     trace: Path | None = None
     arguments: tuple[str, ...] = ()

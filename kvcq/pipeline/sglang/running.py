@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvcq.artifacts.bundle import Bundle
-from kvcq.errors import Interrupted, MismatchError
+from kvcq.errors import EvaluationError, Interrupted, MismatchError
 from kvcq.models.outline import Outline
 from kvcq.pipeline.capacity import layer_lines
 from kvcq.pipeline.progress import Reporter
@@ -21,7 +21,7 @@ from kvcq.pipeline.sglang.client import Client, NoAnswer
 from kvcq.pipeline.sglang.failure import early_end
 from kvcq.pipeline.sglang.machine import Machine
 from kvcq.pipeline.sglang.memory import Memory
-from kvcq.pipeline.sglang.proof import Proof, prove
+from kvcq.pipeline.sglang.proof import AGAIN, Proof, prove
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.reports.text import plural, ranges, size
 
@@ -96,6 +96,7 @@ def run(
     command: Sequence[str],
     port: int,
     key: str | None,
+    token: str,
     on_ready: Callable[[Ready], None] | None,
     reporter: Reporter,
 ) -> int:
@@ -106,6 +107,7 @@ def run(
         command: That starts the server.
         port: That it will listen on.
         key: Bearer token that it wants.
+        token: Of its gate, which is opened once it has proven itself.
         on_ready: Called once it has proven itself.
         reporter: Receives its lines and the table.
 
@@ -126,7 +128,7 @@ def run(
         if on_ready is not None:
             on_ready(Ready(client.url, served.record(proof) | {"url": client.url, "seconds": round(seconds, 1)}, stop))
 
-    start = Start(tuple(command), request.host, port, key, request.start_seconds, request.grace)
+    start = Start(tuple(command), request.host, port, key, request.start_seconds, request.grace, token)
     return watch(start, ready, reporter)
 
 
@@ -141,6 +143,7 @@ class Start:
         key: Bearer token that it wants.
         seconds: Longest time until it answers.
         grace: Seconds that running requests have after a signal.
+        token: Of its gate; None: it has none.
     """
 
     command: tuple[str, ...]
@@ -149,6 +152,7 @@ class Start:
     key: str | None = None
     seconds: float = 3600.0
     grace: float = 10.0
+    token: str | None = None
 
 
 WhenUp = Callable[[Child, Client, Callable[[float], None], float], None]
@@ -180,7 +184,7 @@ def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
     with _signals():
         child = Child(start.command, reporter.note)
         try:
-            with Client(start.host, start.port, start.key) as client:
+            with Client(start.host, start.port, start.key, start.token) as client:
                 if not client.wait(lambda: child.ended() is None, start.seconds):
                     _not_up(child, start.seconds)
                 when_up(child, client, stop, time.monotonic() - started)
@@ -205,9 +209,13 @@ def _not_up(child: Child, seconds: float) -> NoReturn:
 
 
 def _proven(child: Child, client: Client, served: Served) -> Proof:
-    """Return the proof, given by a server that still runs: else the reason of its end says more."""
+    """Return the proof of a server, which is then open and still runs: else the reason of its end says more."""
     try:
+        with _mismatch():
+            client.check_shut()
         proof = prove(client, served.bundle, served.memory, canary=served.canary)
+        with _mismatch():
+            client.open()
     except MismatchError as error:
         # A broken connection is seen before the end that broke it.
         if (code := child.wait(END_SECONDS if isinstance(error.__cause__, NoAnswer) else 0.0)) is not None:
@@ -216,6 +224,14 @@ def _proven(child: Child, client: Client, served: Served) -> Proof:
     if (code := child.ended()) is not None:
         raise early_end(child, code)
     return proof
+
+
+@contextmanager
+def _mismatch() -> Iterator[None]:
+    try:
+        yield
+    except EvaluationError as error:
+        raise MismatchError(error.what, where=error.where, fix=AGAIN) from error
 
 
 def _stop(child: Child, grace: float) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
-from kvcq.errors import MismatchError, shown
+from kvcq.errors import MismatchError, UnsupportedError, shown
+from kvcq.models.fingerprint import BIAS_FLAGS, NORM_FLAGS, flags_of
 from kvcq.models.source import ModelSource
+from kvcq.pipeline.sglang.vocabulary import stated_vocabulary
 from kvcq.runtime.sglang.facts import TEXT_CONFIGS, ModelFacts, model_facts
-from kvcq.runtime.sglang.refusals import of_theta
+from kvcq.runtime.sglang.frequencies import differs
 from kvcq.spec.geometry import ModelGeometry
+from kvcq.spec.identity import Identity
 
 # By field of a geometry.
 WHOLE = {
@@ -44,7 +47,7 @@ def weight_bytes(source: ModelSource) -> int:
 
 
 def check_stated(source: ModelSource, overrides: Mapping[str, Any], bundle: Bundle) -> None:
-    """Refuse a folder whose configuration contradicts the bundle; other sources pass.
+    """Refuse a folder whose configuration or vocabulary contradicts the bundle; other sources pass.
 
     Args:
         source: The model.
@@ -57,10 +60,19 @@ def check_stated(source: ModelSource, overrides: Mapping[str, Any], bundle: Bund
     config = {**_read(source), **overrides}
     text = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), config)
     manifest = bundle.manifest
-    for name, ours, theirs in (*_numbers(text, manifest.geometry), *_rotary(text, manifest.geometry)):
+    geometry, identity = manifest.geometry, manifest.identity
+    for name, ours, theirs in (*_numbers(text, geometry), *_rotary(text, geometry), *_flagged(text, identity)):
         raise MismatchError(
             f"the bundle was fitted for another model: {name} is {shown(theirs)}, that of the bundle {shown(ours)}",
             where=f"{source.label} config.json",
+            fix=f"load {manifest.provenance.source}, or collect and fit for {source.label}",
+        )
+    vocabulary = stated_vocabulary(Path(source.location)) if source.kind == "folder" else None
+    # A bundle of a model without a tokenizer knows no vocabulary; the rest is the library's to tell.
+    if vocabulary is not None and len(identity.vocabulary) == len(vocabulary) and identity.vocabulary != vocabulary:
+        raise MismatchError(
+            "the bundle was fitted for another model: vocabulary differs",
+            where=f"{source.label} tokenizer.json",
             fix=f"load {manifest.provenance.source}, or collect and fit for {source.label}",
         )
 
@@ -75,7 +87,7 @@ def stated_facts(source: ModelSource, overrides: Mapping[str, Any]) -> ModelFact
         return None
     try:
         facts = model_facts({**config, **overrides})
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+    except UnsupportedError:
         # The library that reads it for good says what is wrong with it.
         return None
     return replace(facts, traits=facts.traits - UNSURE)
@@ -108,6 +120,14 @@ def _numbers(text: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[tuple
                 yield next((f"{name} of layer {layer.layer}", ours, value) for name, value in found.items())
 
 
+def _flagged(text: Mapping[str, Any], identity: Identity) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each flag of norms and biases that is stated, and is another in the bundle."""
+    stated = flags_of(text, (*NORM_FLAGS, *BIAS_FLAGS))
+    for name, ours in {**identity.norms, **identity.biases}.items():
+        if stated.get(name, ours) != ours:
+            yield name, ours, stated[name]
+
+
 def _number(value: Any) -> int | None:
     return value if type(value) is int else None
 
@@ -124,5 +144,5 @@ def _rotary(text: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[tuple[
     theta, pairs = settings.get("rope_theta", text.get("rope_theta")), len(rope.inv_freq)
     if rope.regime != "default" or kind not in (None, "default") or not isinstance(theta, int | float):
         return
-    if theta > 0 and pairs > 1 and not of_theta(rope, float(theta)):
+    if theta > 0 and pairs > 1 and differs(rope, {"rope_type": "default", "rope_theta": theta}, rope.rotary_dims):
         yield "rope_theta", round(rope.inv_freq[-1] ** (rope.rotary_dims / 2 / (1 - pairs)), 1), theta

@@ -33,8 +33,11 @@ def uninstall() -> None:
 def match_cap(original: Callable[..., int], self: Any, input_len: int) -> int:
     """Around ``Req._compute_max_prefix_len``: return how many tokens of a request may come from the cache."""
     most: int = original(self, input_len)
-    ids, private = self.full_untruncated_fill_ids, _private(self)
-    return min(most, _store().cap(input_len, ids, self.extra_key, private))
+    ids = self.full_untruncated_fill_ids
+    if len(ids) != input_len:
+        # A policy that sorts waiting requests by their prefixes asks before this is filled.
+        ids = self.origin_input_ids + self.output_ids
+    return min(most, _store().cap(input_len, ids, self.extra_key, _private(self)))
 
 
 def sink_bind(result: list[int] | None, self: Any, reqs: Sequence[Any]) -> None:

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from kvcq.errors import UnsupportedError
+from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.runtime.sglang.attend import Attention, Rule
 from kvcq.runtime.sglang.trace import Trace
+from kvcq.runtime.sglang.versions import INSTEAD
 
 NAME = "kvcq"
 # What SGLang fills the lengths of padding rows with; rows whose slot is 0 count as empty, whatever their length.
@@ -146,9 +147,19 @@ def make_backend_class() -> type[Any]:
             save_kv_cache: bool = True,
             **kwargs: Any,
         ) -> Tensor:
-            """Attend with the new tokens of every request; return ``[T, Hq d_v]``."""
+            """Attend with the new tokens of every request; return ``[T, Hq d_v]``.
+
+            Raises:
+                MismatchError: copies that the batch needs were not made: rows of others would be read.
+            """
             if forward_batch.forward_mode.name != "EXTEND":
                 _refuse(forward_batch.forward_mode)
+            if self.token_to_kv_pool.store.pending:
+                raise MismatchError(
+                    "a prefill attends before the exact rows of its batch were brought to the device",
+                    where="init_forward_metadata",
+                    fix=f"start the server without what prepares prefills in another way, {INSTEAD}",
+                )
             return self._run(self.attention.extend, q, k, v, layer, save_kv_cache, kwargs)
 
         def _run(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from kvcq.errors import UnsupportedError
+from kvcq.models.fingerprint import BIAS_FLAGS, NORM_FLAGS, flags_of
+
 # Why a model with a trait is not served.
 TRAITS = MappingProxyType(
     {
@@ -43,6 +46,14 @@ HEAD_DIM_FIELDS = ("global_head_dim", "swa_head_dim")
 KV_HEAD_FIELDS = ("num_global_key_value_heads", "swa_num_key_value_heads")
 SPARSE_FIELDS = ("dual_chunk_attention_config", "index_topk", "sparse_attention_config", "compress_ratios")
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+# What older types of models call the same numbers.
+OTHER_NAMES = MappingProxyType(
+    {
+        "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+        "hidden_size": ("n_embd", "d_model"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class ModelFacts:
         dtype: In which SGLang would run it with ``--dtype auto``.
         named: The configuration names its architecture, which SGLang picks its own code by.
         traits: Keys of `TRAITS`.
+        vocabulary: Rows of the embedding; None where it states none.
+        flags: Of norms and biases, those that it states.
         rope: The rotary settings: ``rope_type``, ``rope_theta`` and what else they state; empty where there are none.
     """
 
@@ -71,6 +84,8 @@ class ModelFacts:
     dtype: str = "bfloat16"
     named: bool = True
     traits: frozenset[str] = frozenset()
+    vocabulary: int | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,11 +97,33 @@ def model_facts(config: Mapping[str, Any], sglang: Any = None) -> ModelFacts:
         sglang: SGLang's ``ModelConfig`` of the same model, whose own view of it is added.
 
     Raises:
-        KeyError: the configuration states no number of layers or heads.
+        UnsupportedError: the configuration states no number of layers or heads that could be read.
     """
-    text = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), config)
+    text = _named(next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), config))
     architectures = config.get("architectures")
-    name = str(architectures[0] if architectures else config.get("model_type"))
+    try:
+        name = str(architectures[0] if architectures else config.get("model_type"))
+        return _facts(name, config, text, sglang)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        reason = f"it states no {error}" if isinstance(error, KeyError) else str(error)
+        raise UnsupportedError(
+            f"the shape of its layers cannot be read: {reason}",
+            where=f"{config.get('model_type')} config.json",
+            fix="serve a model of full-attention layers that are alike",
+        ) from error
+
+
+def _named(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the usual names of numbers that are stated under others."""
+    added = {}
+    for usual, others in OTHER_NAMES.items():
+        stated = next((text[name] for name in others if text.get(name) is not None), None)
+        if text.get(usual) is None and stated is not None:
+            added[usual] = stated
+    return {**text, **added} if added else text
+
+
+def _facts(name: str, config: Mapping[str, Any], text: Mapping[str, Any], sglang: Any) -> ModelFacts:
     q_heads = int(text["num_attention_heads"])
     d_k = int(text.get("head_dim") or text["hidden_size"] // q_heads)
     kv = text.get("num_key_value_heads")
@@ -98,8 +135,10 @@ def model_facts(config: Mapping[str, Any], sglang: Any = None) -> ModelFacts:
         d_k=d_k,
         d_v=int(text.get("v_head_dim") or d_k),
         dtype=_dtype(text) if sglang is None else str(sglang.dtype).removeprefix("torch."),
-        named=bool(architectures),
+        named=bool(config.get("architectures")),
         traits=_traits(name, config, text) | (frozenset() if sglang is None else _seen(sglang)),
+        vocabulary=text.get("vocab_size") if type(text.get("vocab_size")) is int else None,
+        flags=flags_of(text, (*NORM_FLAGS, *BIAS_FLAGS)),
         rope=_rope(text),
     )
 

@@ -68,6 +68,9 @@ OTHER_CACHE = "pages of 2-bit codes cannot leave the pool, and their exact rows 
 SPECULATION = "drafts are verified by several queries of one request at once, which the kernels do not read"
 SPLIT = "the rows of one request would be split over ranks"
 POOL = "it would replace the pool that holds the codes"
+# Kinds of graphs of a prefill whose attention still runs eagerly, with the batch of now.
+PREFILL_GRAPHS = ("disabled", "breakable")
+PREFILL = "a graph of a whole prefill would replay the lengths and copies of the batch that it was captured with"
 
 RULES = (
     Rule("attention_backend", (BACKEND,), "only this backend reads 2-bit pages", "text"),
@@ -114,6 +117,8 @@ RULES = (
     _off("enable_mis", "several items of one sequence do not see each other, which the kernels do not mask"),
     Rule("kv_canary", ("none", None), "it reads BF16 rows out of the pool", "text"),
     _off("enable_torch_compile", "kernels are launched from Python, which a compiled model would not run"),
+    _unset("cuda_graph_backend_prefill", PREFILL, *PREFILL_GRAPHS),
+    _off("enforce_piecewise_cuda_graph", PREFILL),
     _off("enable_deterministic_inference", "results of one request may differ in the last bit between batch sizes"),
     _unset("rl_on_policy_target", "it needs results that do not depend on the batch"),
     _off("enable_lora", "an adapter makes keys and values that the bundle was not fitted on"),
@@ -135,6 +140,7 @@ SWITCHES = {
     "SGLANG_USE_HND_KVCACHE": POOL,
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it would resize a pool of BF16 rows",
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": POOL,
+    "SGLANG_RUST_SERVER": "its server was never proven to load plugins",
 }
 # SGLang loads only the plugins of this list where it is set.
 PLUGINS = "SGLANG_PLUGINS"

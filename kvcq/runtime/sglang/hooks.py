@@ -59,7 +59,7 @@ HOOKS = (
         "after",
         ("self",),
         None,
-        "flags that 2-bit pages do not support would not be refused",
+        "flags that 2-bit pages do not support would not be refused, and a server would answer before its proof",
     ),
     Hook(
         "size",
@@ -132,6 +132,38 @@ HOOKS = (
         ("self", "recv_req"),
         None,
         "a server could not tell which bundle it serves",
+    ),
+    Hook(
+        "weights_disk",
+        "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_disk",
+        "around",
+        ("self", "recv_req"),
+        None,
+        "weights could be replaced under a bundle that was fitted for others",
+    ),
+    Hook(
+        "weights_tensor",
+        "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor",
+        "around",
+        ("self", "recv_req"),
+        None,
+        "weights could be replaced under a bundle that was fitted for others",
+    ),
+    Hook(
+        "weights_distributed",
+        "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_distributed",
+        "around",
+        ("self", "recv_req"),
+        None,
+        "weights could be replaced under a bundle that was fitted for others",
+    ),
+    Hook(
+        "weights_ipc",
+        "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_ipc",
+        "around",
+        ("self", "recv_req"),
+        None,
+        "weights could be replaced under a bundle that was fitted for others",
     ),
 )
 

@@ -18,6 +18,8 @@ from typing import Any
 
 KEY = "kvcq"
 RANK = "rank"
+# The kernel that stands in where none of the bundle's runs.
+FALLBACK = "torch"
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,6 @@ class Meters:
         }
         # A counter without a count is not shown at all, and absence proves nothing.
         self._gauges["fallbacks"].labels(rank, "none")
-        for layer, backend in facts.kernels.items():
-            if backend == "torch":
-                self.fallback(f"layer {layer}")
 
 
 _published: list[Meters] = []
@@ -150,6 +149,9 @@ def publish(facts: Facts, *, metrics: bool) -> Meters:
     meters = Meters(facts)
     if metrics:
         meters.export()
+    for layer, kernel in facts.kernels.items():
+        if kernel == FALLBACK:
+            meters.fallback(f"layer {layer}")
     _published[:] = [meters]
     return meters
 

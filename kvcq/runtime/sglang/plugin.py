@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
 from kvcq.errors import KvcqError
-from kvcq.runtime.sglang import admission, metrics, versions
+from kvcq.models.fingerprint import build_provenance
+from kvcq.runtime.sglang import admission, gate, metrics, versions
 from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
 from kvcq.runtime.sglang.configurator import PoolPlan, make_configurator, pool_plan
@@ -31,6 +33,7 @@ from kvcq.runtime.sglang.pool import check_pool, make_pool_class
 from kvcq.runtime.sglang.refusals import refusals, refuse
 from kvcq.runtime.sglang.settings import Settings
 from kvcq.runtime.sglang.trace import Trace
+from kvcq.spec.identity import Provenance
 from kvcq.version import __version__
 
 
@@ -74,10 +77,26 @@ def refuse_flags(result: Any, self: Any) -> None:
     with _ending():
         verify(HookRegistry, FUNCTIONS, versions.require())
         config = self.get_model_config()
-        manifest = Settings.of_config(config.hf_config).open().manifest
+        settings = Settings.of_config(config.hf_config)
+        manifest = settings.open().manifest
         facts = model_facts(config.hf_config.to_dict(), config)
         variables = environment(envs)
-        refuse(refusals(self, facts, geometry=manifest.geometry, plan=manifest.plan, environment=variables))
+        refuse(
+            refusals(
+                self,
+                facts,
+                geometry=manifest.geometry,
+                identity=manifest.identity,
+                plan=manifest.plan,
+                environment=variables,
+            )
+        )
+        _warn_of_weights(manifest.provenance, getattr(self, "model_path", None))
+        if settings.gate is not None:
+            # SGLang checks in the launcher, which listens later; its module of HTTP has no need to load elsewhere.
+            from sglang.srt.entrypoints import http_server
+
+            gate.place(http_server, self, settings.gate)
 
 
 def size(original: Callable[[Any], Any], host: Any) -> Any:
@@ -159,6 +178,13 @@ def report(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return metrics.report(result)
 
 
+def keep_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Around ``BaseTpWorker.update_weights_from_*``: answer as SGLang answers what fails, and load nothing."""
+    if not _PROCESS.pools:
+        return original(self, recv_req)
+    return False, "kvcq: the bundle was fitted for the loaded weights; start a server with a bundle for the new ones"
+
+
 # The function of each hook, by the names of `hooks.HOOKS`.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -170,6 +196,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "sink_unpin": sink_unpin,
         "sink_clear": sink_clear,
         "report": report,
+        "weights_disk": keep_weights,
+        "weights_tensor": keep_weights,
+        "weights_distributed": keep_weights,
+        "weights_ipc": keep_weights,
     }
 )
 
@@ -255,6 +285,19 @@ def _open(host: Any) -> tuple[Settings, Bundle, PoolPlan]:
         )
         _PROCESS.opened = (settings, bundle, plan)
     return _PROCESS.opened
+
+
+def _warn_of_weights(fitted: Provenance, location: Any) -> None:
+    """Tell where local weight files are not those that the bundle was fitted on; a hub's are not looked for."""
+    if not fitted.weights or not isinstance(location, str) or not Path(location).is_dir():
+        return
+    try:
+        found = build_provenance(Path(location).name, folder=Path(location)).weights
+    except OSError:
+        return
+    if found and found != fitted.weights:
+        line = f"warning: kvcq: the bundle was fitted on other weights ({fitted.source}, not {Path(location).name})"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _install(built: Any) -> None:

@@ -6,23 +6,30 @@ after SGLang's own checks, when every flag has its final value.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvcq.errors import UnsupportedError, shown
 from kvcq.runtime.sglang.facts import TRAITS, ModelFacts
-from kvcq.runtime.sglang.flags import BACKEND, MAX_REQUESTS, PLUGINS, RULES, SWITCHES
+from kvcq.runtime.sglang.flags import (
+    BACKEND,
+    MAX_REQUESTS,
+    PLUGINS,
+    PREFILL,
+    PREFILL_GRAPHS,
+    RULES,
+    SWITCHES,
+)
+from kvcq.runtime.sglang.frequencies import differs
 from kvcq.runtime.sglang.ranks import FLAG, legal_ranks
 from kvcq.runtime.sglang.versions import INSTEAD
-from kvcq.spec.geometry import LayerGeometry, ModelGeometry, RopeSpec
+from kvcq.spec.geometry import LayerGeometry, ModelGeometry
+from kvcq.spec.identity import Identity
 from kvcq.spec.plan import LayerPlan
 
 OFF = ("", "0", "false", "no", "n")
 FIELDS = ("q_heads", "kv_heads", "d_k", "d_v")
-# Frequencies differ in their last bits between devices.
-CLOSE = 1e-4
 REQUESTS = "--max-running-requests"
 
 
@@ -49,6 +56,7 @@ def refusals(
     model: ModelFacts | None,
     *,
     geometry: ModelGeometry | None = None,
+    identity: Identity | None = None,
     plan: Sequence[LayerPlan] = (),
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Refusal, ...]:
@@ -59,10 +67,11 @@ def refusals(
         model: The model that will be loaded, with its overrides; None where it has not been read yet: what rests on
             it waits.
         geometry: The model that the bundle was fitted on; None leaves the comparison out.
+        identity: Of that model; None leaves flags of norms and biases out.
         plan: The bundle's layers; empty leaves them out.
         environment: Variables of the process; None leaves them out.
     """
-    found = [*_flags(args), *_requests(args)]
+    found = [*_flags(args), *_graphs(args), *_requests(args)]
     if model is not None:
         found += [*of_model(args, model), *_ranks(args, model)]
     elif geometry is not None and geometry.quantizable():
@@ -73,6 +82,8 @@ def refusals(
     if model is not None and geometry is not None:
         found += _shape(model, geometry)
         found += _rotary(model, geometry)
+    if model is not None and identity is not None:
+        found += _flagged(model, identity)
     if environment is not None:
         found += _environment(environment)
     return tuple(found)
@@ -101,6 +112,19 @@ def _flags(args: Any) -> Iterator[Refusal]:
         if not any(value is legal or (type(value) is type(legal) and value == legal) for legal in rule.legal):
             given = rule.flag if value is True else f"{rule.flag} {shown(value)}"
             yield Refusal(given, rule.reason, rule.remedy)
+
+
+def _graphs(args: Any) -> Iterator[Refusal]:
+    """Look at the kind of prefill graphs that SGLang has chosen in the end, whatever flag or default chose it."""
+    kind = getattr(getattr(getattr(args, "cuda_graph_config", None), "prefill", None), "backend", None)
+    remedy = f"--cuda-graph-backend-prefill {' or '.join(PREFILL_GRAPHS)}"
+    if kind is None and getattr(args, "disable_piecewise_cuda_graph", None) is False:
+        # Of 0.5.13, which has two switches in place of kinds.
+        kind = "breakable" if getattr(args, "enable_breakable_cuda_graph", False) else "piecewise"
+        remedy = "--disable-piecewise-cuda-graph"
+    named = getattr(args, "cuda_graph_backend_prefill", None) == kind
+    if kind is not None and kind not in PREFILL_GRAPHS and not named:
+        yield Refusal(f"CUDA graphs of prefills, kind {kind}", PREFILL, remedy)
 
 
 def _requests(args: Any) -> Iterator[Refusal]:
@@ -151,6 +175,9 @@ def _shape(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
         reason = f"the bundle was fitted on {len(geometry.layers)} layers, the model has {model.layers}"
         yield Refusal(model.name, reason, remedy)
         return
+    if model.vocabulary not in (None, geometry.vocab_size):
+        reason = f"the bundle was fitted with a vocabulary of {geometry.vocab_size}, the model has {model.vocabulary}"
+        yield Refusal(model.name, reason, remedy)
     for layer in geometry.layers:
         if layer.kind != "full":
             yield Refusal(f"layer {layer.layer}", f"the bundle holds it as {layer.kind} attention", remedy)
@@ -163,8 +190,17 @@ def _shape(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
                 return
 
 
+def _flagged(model: ModelFacts, identity: Identity) -> Iterator[Refusal]:
+    """Compare the flags that both sides state: a library may add some with their defaults."""
+    for name, ours in {**identity.norms, **identity.biases}.items():
+        theirs = model.flags.get(name, ours)
+        if theirs != ours:
+            reason = f"the bundle was fitted with {name} {shown(ours)}, the model has {shown(theirs)}"
+            yield Refusal(f"{model.name} {name}", reason, "collect and fit for this model")
+
+
 def _rotary(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
-    """Compare kinds of RoPE, and frequencies where the configuration alone gives them."""
+    """Compare kinds of RoPE, and frequencies where the configuration alone gives them: base, factor, length."""
     remedy = "leave RoPE overrides out, or collect and fit with them"
     if geometry.length_regimes():
         return
@@ -176,23 +212,11 @@ def _rotary(model: ModelFacts, geometry: ModelGeometry) -> Iterator[Refusal]:
         return
     for layer in geometry.layers:
         rope = geometry.rope_of(layer)
-        if rope is not None and kind == "default" and not _same_frequencies(rope, layer, model.rope):
-            theta = model.rope["rope_theta"]
-            reason = f"the bundle was fitted with other frequencies than those of rope_theta {theta}"
+        if rope is not None and differs(rope, model.rope, layer.d_k):
+            settings = ", ".join(f"{name} {shown(value)}" for name, value in model.rope.items() if name != "rope_type")
+            reason = f"the bundle was fitted with other frequencies than those of {settings}"
             yield Refusal(f"layer {layer.layer} RoPE", reason, remedy)
             return
-
-
-def _same_frequencies(rope: RopeSpec, layer: LayerGeometry, stated: Mapping[str, Any]) -> bool:
-    """Compare with a model; a partial rotation must turn as many channels as it states."""
-    dims = int(layer.d_k * float(stated.get("partial_rotary_factor", 1.0)))
-    return dims // 2 == len(rope.inv_freq) and of_theta(rope, float(stated["rope_theta"]))
-
-
-def of_theta(rope: RopeSpec, theta: float) -> bool:
-    """Tell whether frequencies are ``theta^(-2 i / dims)``."""
-    wanted = [theta ** (-2 * index / rope.rotary_dims) for index in range(len(rope.inv_freq))]
-    return all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(wanted, rope.inv_freq, strict=True))
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[Refusal]:

@@ -18,7 +18,7 @@ from kvcq.errors import InputError, MismatchError, shown
 KEY = "kvcq"
 FLAG = "--json-model-override-args"
 FIX = f"start the server with kvcq serve, or pass {FLAG} with the bundle and its digest under {KEY!r}"
-FIELDS = ("bundle", "digest", "trace", "sink_entries")
+FIELDS = ("bundle", "digest", "trace", "sink_entries", "gate")
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -32,12 +32,14 @@ class Settings:
         digest: What its manifest must say.
         trace: File that gets a line for every request; None: no trace.
         sink_entries: Sinks kept for later requests; None: as many as running requests.
+        gate: SHA-256 of the token that opens the server, see `kvcq.runtime.sglang.gate`; None: it is open.
     """
 
     bundle: Path
     digest: str
     trace: Path | None = None
     sink_entries: int | None = None
+    gate: str | None = None
 
     @classmethod
     def of(cls, given: Any) -> Settings:
@@ -52,12 +54,14 @@ class Settings:
             known = ", ".join(FIELDS)
             raise InputError(f"unknown key {shown(unknown[0])}", where=f"{FLAG}, {KEY}", fix=f"known are {known}")
         bundle, digest, entries = given.get("bundle"), given.get("digest"), given.get("sink_entries")
-        trace = given.get("trace")
+        trace, gate = given.get("trace"), given.get("gate")
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise _wrong("digest", digest, "64 hex digits, as kvcq verify prints them")
         if entries is not None and (type(entries) is not int or entries < 0):
             raise _wrong("sink_entries", entries, "a number, 0 or more")
-        return cls(_path("bundle", bundle), digest, None if trace is None else _path("trace", trace), entries)
+        if gate is not None and not (isinstance(gate, str) and _DIGEST.fullmatch(gate)):
+            raise _wrong("gate", gate, "64 hex digits, or leave it out")
+        return cls(_path("bundle", bundle), digest, None if trace is None else _path("trace", trace), entries, gate)
 
     @classmethod
     def of_config(cls, config: Any) -> Settings:
@@ -75,7 +79,8 @@ class Settings:
         """Return the dict that `of` reads; what has its default is left out."""
         trace = {} if self.trace is None else {"trace": str(self.trace)}
         entries = {} if self.sink_entries is None else {"sink_entries": self.sink_entries}
-        return {"bundle": str(self.bundle), "digest": self.digest, **trace, **entries}
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return {"bundle": str(self.bundle), "digest": self.digest, **trace, **entries, **gate}
 
     def open(self) -> Bundle:
         """Open the bundle.

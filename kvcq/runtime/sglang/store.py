@@ -106,6 +106,8 @@ class SinkStore:
             raise ValueError(f"{rows} rows and {entries} entries: there are at least 2 rows and 0 entries")
         self.windows, self.rows, self.entries = windows, rows, entries
         self._bound: dict[int, _Bound] = {}
+        # A batch was bound whose copies have not gone to the device.
+        self.pending = False
         self._empty()
 
     def _empty(self) -> None:
@@ -152,6 +154,7 @@ class SinkStore:
         """
         self._due += self._under_way
         self._under_way = []
+        self.pending = True
         # All hits name their entries before any entry is taken from its key.
         for request in batch:
             self._begin(request)
@@ -189,12 +192,13 @@ class SinkStore:
         for key, copy in self._decided.items():
             self._found[key] = copy.entry
             self._under_way.append(copy)
-        self._decided = {}
+        self._decided, self.pending = {}, False
         return moves
 
     def clear(self) -> None:
         """Forget all requests and entries: the host has flushed its cache, its weights may be others."""
         self._bound.clear()
+        self.pending = False
         self._empty()
 
     def check(self) -> None:

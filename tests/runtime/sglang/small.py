@@ -33,6 +33,10 @@ SIGNATURES = (
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_disk",
+    "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor",
+    "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_distributed",
+    "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_ipc",
     "sglang.srt.server_args.ServerArgs.check_server_args",
     "sglang.srt.server_args.ServerArgs.get_model_config",
 )
@@ -259,6 +263,12 @@ def install(monkeypatch, version: str) -> SimpleNamespace:
         def get_internal_state(self, recv_req):
             return SimpleNamespace(internal_state={})
 
+    def update(self, recv_req):
+        return True, "loaded"
+
+    names = ("disk", "tensor", "distributed", "ipc")
+    worker = type("BaseTpWorker", (), {f"update_weights_from_{name}": update for name in names})
+
     def of_runner(mr):
         return "stock"
 
@@ -282,6 +292,7 @@ def install(monkeypatch, version: str) -> SimpleNamespace:
         },
         "managers.schedule_batch": {"Req": make_req()},
         "managers.scheduler": {"Scheduler": Scheduler},
+        "managers.tp_worker": {"BaseTpWorker": worker},
         "model_executor.pool_configurator": {
             "create_memory_pool_configurator": of_configurator if configurator else of_runner,
             "MemoryPoolConfigurator": MemoryPoolConfigurator,
@@ -317,5 +328,6 @@ def install(monkeypatch, version: str) -> SimpleNamespace:
         Runner=runner,
         ServerArgs=ServerArgs,
         Scheduler=Scheduler,
+        Worker=worker,
         Req=parts["managers.schedule_batch"]["Req"],
     )

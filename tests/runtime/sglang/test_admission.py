@@ -30,6 +30,8 @@ def request(row=None, *, name="a", length=1000, prefix=0, **more):
         rid=name,
         req_pool_idx=row,
         full_untruncated_fill_ids=ids,
+        origin_input_ids=ids,
+        output_ids=array("q"),
         prefix_indices=range(prefix),
         extend_range=SimpleNamespace(start=prefix, end=length),
         extra_key=None,
@@ -50,6 +52,19 @@ def test_a_match_is_capped_only_where_the_host_would_reuse_more(store):
     store.drain()
     assert admission.match_cap(plain, request(), 1000) == 704
     assert admission.match_cap(lambda self, input_len: 5, request(), 1000) == 5
+
+
+@pytest.mark.parametrize("generated", [0, 500])
+def test_a_request_that_waits_is_known_by_its_prompt_and_what_it_generated(store, generated):
+    admission.sink_bind([1], None, [request(1)])
+    store.drain()
+    ids = array("q", range(1000))
+    cut = 1000 - generated
+    waiting = request(full_untruncated_fill_ids=ids[:0], origin_input_ids=ids[:cut], output_ids=ids[cut:])
+    assert admission.match_cap(plain, waiting, 1000) == 704
+    # A retracted one still holds what it had at its last turn.
+    waiting = request(full_untruncated_fill_ids=ids[:7], origin_input_ids=ids[:cut], output_ids=ids[cut:])
+    assert admission.match_cap(plain, waiting, 1000) == 704
 
 
 @pytest.mark.parametrize("more", [{"input_embeds": [[0.0]]}, {"positional_embed_overrides": object()}])
@@ -100,7 +115,7 @@ def test_every_release_has_the_fields_of_requests_that_are_read(sources):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
     }
     read = {"rid", "req_pool_idx", "full_untruncated_fill_ids", "prefix_indices", "extra_key", "input_embeds"}
-    assert read | {"positional_embed_overrides"} <= fields
+    assert read | {"positional_embed_overrides", "origin_input_ids", "output_ids"} <= fields
     # The end of a chunk: one of the two, never both.
     assert ("extend_range" in fields) != ("fill_len" in fields)
     assert "extend_range" in fields or "extend_range" not in ast.unparse(sources.find(REQ))

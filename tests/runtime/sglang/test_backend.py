@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvcq.errors import UnsupportedError
+from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import make_backend_class, rule_of
 from tests.runtime.hf.setup import WINDOWS, relative
@@ -52,7 +52,9 @@ def parts(monkeypatch, tables):
     stage, asked = Stage(tables, WINDOWS), []
     attention = Attention(stage.tables, stage.caches, stage.req_to_token, stage.exact_from, q_heads=HEADS, max_batch=3)
     runner = SimpleNamespace(
-        token_to_kv_pool=SimpleNamespace(settle=lambda: asked.append("settle"), page_size=PAGE),
+        token_to_kv_pool=SimpleNamespace(
+            settle=lambda: asked.append("settle"), page_size=PAGE, store=SimpleNamespace(pending=False)
+        ),
         req_to_token_pool=SimpleNamespace(req_to_token=stage.req_to_token),
         model_config=SimpleNamespace(context_len=256),
     )
@@ -96,6 +98,14 @@ def test_what_a_layer_says_of_its_logits_is_kept():
     assert (rule.scaling, rule.softcap, rule.window) == (0.2, 30.0, 128) and rule.sinks is sinks
     plain = rule_of(layer(sliding_window_size=None, attn_type="decoder"), {"sinks": None})
     assert (plain.softcap, plain.window, plain.sinks) == (None, None, None)
+
+
+def test_a_prefill_whose_copies_were_not_made_does_not_attend(parts):
+    batch = mode_of(parts.stage.extend([(parts.stage.admit(torch.arange(50)), 20)]))
+    parts.backend.init_forward_metadata(batch)
+    parts.backend.token_to_kv_pool.store.pending = True
+    with pytest.raises(MismatchError, match="before the exact rows of its batch"):
+        parts.backend.forward(*rows(20), layer(), batch)
 
 
 def test_forwards_go_where_their_mode_says_and_answers_are_flat(parts):

@@ -30,6 +30,10 @@ def functions():
         "sink_unpin": lambda self, req: None,
         "sink_clear": lambda result, self: None,
         "report": lambda result, self, recv_req: ("told", result),
+        "weights_disk": lambda original, self, recv_req: (False, "no"),
+        "weights_tensor": lambda original, self, recv_req: (False, "no"),
+        "weights_distributed": lambda original, self, recv_req: (False, "no"),
+        "weights_ipc": lambda original, self, recv_req: (False, "no"),
     }
 
 
@@ -164,6 +168,22 @@ def test_the_state_of_a_scheduler_is_asked_through_the_hooked_function(sources):
     assert "(GetInternalStateReq, self.get_internal_state)" in text
     returned = sources.calls("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "GetInternalStateReqOutput")
     assert [word.arg for call in returned for word in call.keywords] == ["internal_state"]
+
+
+def test_weights_are_replaced_through_the_hooked_functions_only(sources):
+    held = {hook.target.rpartition(".")[2] for hook in hooks(sources.version) if hook.name.startswith("weights_")}
+    worker = sources.tree("sglang.srt.managers.tp_worker")
+    defined = [
+        node.name
+        for node in ast.walk(worker)
+        if isinstance(node, ast.FunctionDef) and "update_weights_from" in node.name
+    ]
+    assert sorted(defined) == sorted(held)
+    # What the scheduler does with the answer: (False, why) loads nothing and is told.
+    updater = sources.text("sglang.srt.managers.scheduler_components.weight_updater")
+    for name in held:
+        assert f"success, message = self.tp_worker.{name}(recv_req)" in updater or f"worker.{name}(recv_req)" in updater
+    assert "self.weight_updater" in sources.text("sglang.srt.managers.scheduler")
 
 
 def test_row_and_page_zero_are_nobodys(sources):

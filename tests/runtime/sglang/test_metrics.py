@@ -63,7 +63,7 @@ def test_a_scheduler_reports_what_it_serves_and_counts():
         "pinned": 2,
         "cached": 7,
         "clamped": 0,
-        "fallbacks": {"no room": 2},
+        "fallbacks": {"layer 3": 1, "no room": 2},
     }
 
 

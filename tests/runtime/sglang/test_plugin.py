@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import shutil
+import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 
 import kvcq
@@ -20,7 +23,7 @@ from kvcq.models.attention import attention_hook
 from kvcq.models.library import forward
 from kvcq.runtime.hf.load import load_cache
 from kvcq.runtime.hf.semantics import Served
-from kvcq.runtime.sglang import admission, metrics, plugin, versions
+from kvcq.runtime.sglang import admission, gate, metrics, plugin, versions
 from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.trace import read_trace
 from kvcq.spec.boundary import Boundary
@@ -262,9 +265,32 @@ def test_a_release_outside_the_window_is_told_and_left_alone(monkeypatch, capsys
     assert line.count("\n") == 1
 
 
+def test_other_weight_files_are_told_on_stderr_and_served(start, world, capsys, tmp_path):
+    start(model_path=str(world[0])).args.check_server_args()
+    assert "other weights" not in capsys.readouterr().err
+    shutil.copytree(world[0], tmp_path / "tuned")
+    weights = next((tmp_path / "tuned").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    start(model_path=str(tmp_path / "tuned")).args.check_server_args()
+    line = capsys.readouterr().err
+    assert line.startswith("warning: kvcq: the bundle was fitted on other weights") and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])
+def test_other_weights_are_not_loaded_under_a_bundle(start, source):
+    host = start()
+    update = getattr(host.Worker(), f"update_weights_from_{source}")
+    assert update(object()) == (True, "loaded")
+    build(host)
+    done, why = update(object())
+    assert not done and why.startswith("kvcq: the bundle was fitted for the loaded weights")
+
+
 @pytest.mark.parametrize("version", ["0.5.15.post1", "0.5.17"])
 @pytest.mark.parametrize(
-    "name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear", "report"]
+    "name", ["refuse", "size", "pool", "match_cap", "sink_bind", "sink_unpin", "sink_clear", "report", "weights_disk"]
 )
 def test_without_any_one_hook_there_is_no_server(start, capsys, monkeypatch, name, version):
     whole = plugin.FUNCTIONS[name]
@@ -314,6 +340,28 @@ def test_what_is_not_served_ends_the_launcher_with_one_line(start, capsys, overr
         host.args.check_server_args()
     line = capsys.readouterr().err
     assert ended.value.code == code and words in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.17"])
+def test_a_launcher_that_is_told_of_a_gate_puts_it_in_front_or_ends(start, capsys, monkeypatch, version):
+    app = FastAPI()
+    home = SimpleNamespace(http_server=SimpleNamespace(app=app))
+
+    def launch(override, **flags):
+        host = start(version, override=override, **flags)
+        monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", home)
+        host.args.check_server_args()
+
+    launch({})
+    assert not isinstance(app.build_middleware_stack(), gate.Gate)
+    launch({"gate": "0" * 64})
+    assert isinstance(app.build_middleware_stack(), gate.Gate)
+    for flags, http in (({"tokenizer_worker_num": 2}, home.http_server), ({}, SimpleNamespace())):
+        home.http_server = http
+        with pytest.raises(SystemExit) as ended:
+            launch({"gate": "0" * 64}, **flags)
+        line = capsys.readouterr().err
+        assert ended.value.code == 5 and "not proven yet is not in place" in line and line.count("\n") == 1
 
 
 def test_a_variable_that_replaces_the_pool_ends_the_launcher(start, capsys):

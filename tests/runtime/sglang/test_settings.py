@@ -15,7 +15,9 @@ DIGEST = "0123456789abcdef" * 4
 PLAIN = {"bundle": "/models/x.kvcq", "digest": DIGEST}
 
 
-@pytest.mark.parametrize("extra", [{}, {"trace": "/models/t.jsonl"}, {"sink_entries": 0}, {"sink_entries": 128}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"trace": "/models/t.jsonl"}, {"sink_entries": 0}, {"sink_entries": 128}, {"gate": DIGEST}]
+)
 def test_settings_survive_the_way_through_a_configuration(extra):
     given = PLAIN | extra
     found = Settings.of_config(SimpleNamespace(kvcq=given))
@@ -38,6 +40,8 @@ def test_settings_survive_the_way_through_a_configuration(extra):
         (PLAIN | {"trace": "t.jsonl"}, "trace is 't.jsonl'"),
         (PLAIN | {"sink_entries": -1}, "sink_entries is -1"),
         (PLAIN | {"sink_entries": True}, "sink_entries is True"),
+        (PLAIN | {"gate": "secret"}, "gate is 'secret'"),
+        (PLAIN | {"gate": 1}, "gate is 1"),
         (PLAIN | {"sinks": 1}, "unknown key 'sinks'"),
         (PLAIN | {1: 1}, "unknown key '1'"),
     ],

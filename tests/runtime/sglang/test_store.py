@@ -73,6 +73,18 @@ def test_a_row_given_to_another_request_still_hands_over_the_sinks_it_computed()
     assert forward(held, warm(1, ids, 640, name="b")) == Moves(((1, 0),), ((0, 1),), ((1, 640),))
 
 
+def test_a_batch_is_pending_until_its_copies_are_asked_for():
+    held = store()
+    assert not held.pending
+    held.bind([cold(1, tokens(1))])
+    assert held.pending
+    held.drain()
+    assert not held.pending
+    held.bind([cold(2, tokens(2))])
+    held.clear()
+    assert not held.pending
+
+
 def test_a_request_is_bound_once_whatever_its_chunks():
     held, ids = store(), tokens(1)
     assert forward(held, cold(3, ids, end=512)).exact_from == ((3, 0),)

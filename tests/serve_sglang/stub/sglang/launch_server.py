@@ -5,6 +5,7 @@ The answers to a canary are the recorded ones of the bundle; the radix tree is a
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from kvcq.artifacts.bundle import open_bundle
 from kvcq.pipeline.sglang.memory import pool_of
+from kvcq.runtime.sglang.gate import Gate
 
 PAGE = 64
 WAY = os.environ.get("KVCQ_STUB", "")
@@ -84,7 +86,7 @@ if not PLAIN:
     BUNDLE = open_bundle(Path(SETTINGS["bundle"]))
     MANIFEST, CANARY = BUNDLE.manifest, BUNDLE.canary
     RECENT = MANIFEST.recipe.windows.recent
-    POOL = pool_of(MANIFEST, 1, RUNNING)
+    POOL = pool_of(MANIFEST, 1, RUNNING, SETTINGS.get("sink_entries"))
 SEEN: list[list[int]] = []
 ASKED = {"health": 0, "info": 0, "generate": 0}
 if log := os.environ.get("KVCQ_STUB_LOG"):
@@ -103,6 +105,7 @@ def record() -> dict:
         "window_bytes": POOL.request_bytes,
         "capacity": CAPACITY,
         "running": RUNNING,
+        "sinks": POOL.entries,
         "ranks": 1,
         "rank": 0,
         "kernels": {str(entry.layer): "cuda" for entry in MANIFEST.plan},
@@ -113,6 +116,7 @@ def record() -> dict:
         "bytes": {"bytes_per_token": POOL.cell * 7},
         "window": {"window_bytes": 0},
         "kernels": {"kernels": {"0": "cuda"}},
+        "slow_kernel": {"kernels": told["kernels"] | {"0": "torch"}},
         "fallback": {"fallbacks": {"layer 0": 1}},
         "capacity": {"capacity": 0},
     }
@@ -180,6 +184,14 @@ def write_trace(folder: Path) -> None:
     path.write_bytes(data)
 
 
+async def behind(scope, receive, send) -> None:
+    """Note what the gate lets through: the handler answers it."""
+    scope["through"].append(True)
+
+
+GATE = None if PLAIN else Gate(behind, SETTINGS["gate"])
+
+
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -191,7 +203,30 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def admitted(self) -> bool:
+        """Ask the gate, and pass on what it answers by itself."""
+        if GATE is None:
+            return True
+        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+        scope = {"type": "http", "method": self.command, "path": self.path, "headers": headers, "through": []}
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        asyncio.run(GATE(scope, None, send))
+        if sent and WAY != "no_gate":
+            self.send_response(sent[0]["status"])
+            for name, value in sent[0]["headers"]:
+                self.send_header(name.decode(), value.decode())
+            self.end_headers()
+            self.wfile.write(sent[1]["body"])
+            return False
+        return True
+
     def do_GET(self) -> None:
+        if not self.admitted():
+            return
         if self.path == "/health":
             ASKED["health"] += 1
             self.answer({}, 503 if ASKED["health"] < 2 else 200)
@@ -232,11 +267,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if not self.admitted():
+            return
         if self.path == "/flush_cache":
             SEEN.clear()
             self.answer({}, 400 if WAY == "no_flush" else 200)
             return
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(data)
         ASKED["generate"] += 1
         if (key := FLAGS.get("--api-key")) and self.headers.get("Authorization") != f"Bearer {key}":
             self.answer({"error": "Unauthorized"}, 401)
