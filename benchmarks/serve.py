@@ -6,14 +6,15 @@ Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--c
 
 Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
 
-    first     a little of everything
+    first     decoding behind 90k and 30k, the split of a step, one prompt; contexts are filled in
     full      decoding behind 90k and 30k, as many requests as fit, and the split of a step; contexts are filled in
     prefill   prompts that are computed, and prefix hits of 0, 50 and 100 %
     job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
 
 `--read` prints the tables and targets of runs that are over, or were cut short. `--targets` prints those of a run: they
 hold for one H200 and the shape of Qwen3-8B with all its layers, unless they name another. Ends with 1 if something
-failed or, with --targets or --read, a figure is missed.
+failed or, with --targets or --read, a figure is missed. SIGTERM ends a run in order: its server does not outlive it,
+and what it has measured is in --out.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvcq import ServeBenchRequest, bench_serve
 from kvcq.cli.console import Console
+from kvcq.errors import Interrupted
 from kvcq.pipeline.bench_serve.result import BF16, ArmRecord, ServeBenchResult
 from kvcq.pipeline.bench_serve.rows import Row
 
@@ -37,10 +40,10 @@ RUNS = {
     "first": ServeBenchRequest(
         synthetic="qwen3-8b",
         cells=("1x90k", "4x90k", "fullx30k"),
-        prompts=("1x8k",),
-        hits=("4x4k",),
         splits=("1x8k", "32x8k"),
+        prompts=("1x8k",),
         filled=True,
+        output=192,
         max_running=160,
     ),
     "full": ServeBenchRequest(
@@ -144,6 +147,12 @@ def read_result(paths: Sequence[Path]) -> Iterator[ServeBenchResult]:
         yield ServeBenchResult(plain["machine"], plain["model"], plain["settings"], arms, rows, plain["seconds"])
 
 
+def ended(number: int, _: object) -> NoReturn:
+    """End a run by a signal, but not without ending its server."""
+    signal.signal(number, signal.SIG_DFL)
+    raise Interrupted(number)
+
+
 def main() -> int:
     """Measure, or read, and print."""
     own, flags = sys.argv[1:], []
@@ -158,7 +167,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bf16", default="triton,flashinfer")
     parser.add_argument("--kinds", default="int2,vq")
-    parser.add_argument("--cells", help="instead of the run's own")
+    for kind in ("cells", "splits", "prompts", "hits"):
+        parser.add_argument(f"--{kind}", help="instead of the run's own")
+    parser.add_argument("--output", type=int)
     parser.add_argument("--targets", action="store_true")
     args = parser.parse_args(own)
     if args.run is None and not args.read:
@@ -170,20 +181,25 @@ def main() -> int:
     if args.run is None:
         return int(not holds)
     request = RUNS[args.run]
-    bf16, kinds = (tuple(filter(None, text.split(","))) for text in (args.bf16, args.kinds))
+    lists = {name: getattr(args, name) for name in ("bf16", "kinds", "cells", "splits", "prompts", "hits")}
+    numbers = {name: getattr(args, name) for name in ("layers", "output")}
+    given = {name: tuple(filter(None, text.split(","))) for name, text in lists.items() if text is not None}
     request = replace(
         request,
-        bf16=bf16,
-        kinds=kinds,
-        cells=request.cells if args.cells is None else tuple(filter(None, args.cells.split(","))),
-        layers=request.layers if args.layers is None else args.layers,
+        **given,
+        **{name: number for name, number in numbers.items() if number is not None},
         out=args.out,
         charts=args.charts,
         force=True,
         arguments=tuple(flags),
     )
-    with Console(verbose=True) as console:
-        result = bench_serve(request, console)
+    signal.signal(signal.SIGTERM, ended)
+    try:
+        with Console(verbose=True) as console:
+            result = bench_serve(request, console)
+    except Interrupted as error:
+        print("the run was ended: --read prints what it has measured", file=sys.stderr, flush=True)
+        return error.exit_code
     print(result.text())
     failed = bool(result.failed)
     if args.targets:

@@ -11,7 +11,7 @@ from kvcq.artifacts.verify import read_any
 from kvcq.errors import InputError
 from kvcq.pipeline.progress import SILENT, Reporter
 from kvcq.pipeline.ready import Ready
-from kvcq.pipeline.sglang.arguments import build_command, read_given
+from kvcq.pipeline.sglang.arguments import BENCH, OVERRIDES, build_command, read_given
 from kvcq.pipeline.sglang.early import check_early
 from kvcq.pipeline.sglang.machine import Machine, check_gpus, this_machine
 from kvcq.pipeline.sglang.memory import plan_memory
@@ -30,6 +30,7 @@ def serve_sglang(
     *,
     machine: Machine | None = None,
     canary: bool = True,
+    bench: bool = False,
 ) -> int:
     """Serve until the server ends, a signal comes, or ``Ready.stop`` is called.
 
@@ -40,6 +41,8 @@ def serve_sglang(
         machine: What this machine has; None asks it.
         canary: Ask for the canary; without, only what the server says of itself is checked. For benchmarks with random
             weights, whose answers prove nothing.
+        bench: The server may put random rows into its cache where a request asks for it, see
+            `kvcq.runtime.sglang.filled`.
 
     Returns:
         The exit code of the server, as shells count it; 0 after ``Ready.stop``.
@@ -53,6 +56,8 @@ def serve_sglang(
         UnavailableError: no SGLang or no GPU.
     """
     given = read_given(request.arguments)
+    if BENCH in given.overrides and not bench:
+        raise InputError(f"the key {BENCH} is for kvcq bench serve", where=OVERRIDES, fix="leave it out")
     _check_files(request)
     reporter.stage("verifying the bundle")
     bundle = _open_bundle(request)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +24,14 @@ from kvcq.pipeline.bench_serve.prompts import body
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.result import ServeBenchResult
 from kvcq.pipeline.bench_serve.run import bench_serve
-from kvcq.pipeline.sglang.arguments import read_given
+from kvcq.pipeline.serve_sglang import serve_sglang
+from kvcq.pipeline.sglang.arguments import BENCH, read_given
+from kvcq.pipeline.sglang.request import SglangRequest
+from kvcq.runtime.sglang.filled import KEY
 from tests.bench_serve.test_parts import example
 from tests.bench_serve.traces import CLASSES, LENGTH
 from tests.chain import bare_environment
-from tests.serve_sglang.conftest import ROOT, STUB, argv_of
+from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, argv_of
 
 
 def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
@@ -69,6 +74,31 @@ def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
     assert len(record["rows"]) == 24 and settings["filled"] is True and "--load-format" in settings["flags"]
     assert [path.name for path in sorted((tmp_path / "charts").iterdir())] == ["decode.svg", "hits.svg", "split.svg"]
     assert "random weights" in result.text() and "not prefilled" in result.text()
+
+
+def test_what_matters_most_is_measured_first(run):
+    options = {"cells": ("1x256",), "prompts": ("1x256",), "hits": ("1x512",), "jobs": ("1x256",), "splits": ("1x256",)}
+    result, _ = run(kinds=(), **options)
+    assert [row.kind for row in result.rows] == ["decode", "split", "prefill", *["hits"] * 3, "job"]
+
+
+def test_a_profiler_that_does_not_start_or_end_costs_its_cell_only(run, monkeypatch):
+    monkeypatch.setattr(measure, "TRACE_SECONDS", 0.3)
+    for way, words in (("no_profiler", "HTTP 500"), ("no_trace", "no trace within"), ("profiler_hangs", "no answer")):
+        result, _ = run(way, cells=("1x256",), splits=("1x256",), prompts=("1x256",), kinds=())
+        assert [row.kind for row in result.rows] == ["decode", "split", "prefill"]
+        assert words in result.rows[1].problem and not result.rows[0].problem and not result.rows[2].problem, way
+
+
+def test_a_server_that_fills_contexts_serves_nobody(tiny):
+    asked = SglangRequest(
+        bundle=tiny.folder / "nova.kvcq",
+        model=str(tiny.model),
+        arguments=("--json-model-override-args", '{"kvcq_bench": {"filled": true}}'),
+    )
+    with pytest.raises(InputError, match="kvcq_bench is for kvcq bench serve"):
+        serve_sglang(asked, machine=MACHINE)
+    assert BENCH == KEY
 
 
 def test_a_fitted_bundle_has_to_prove_itself(run, tiny):
@@ -163,6 +193,8 @@ def test_what_a_user_sets_is_kept():
     request = ServeBenchRequest(
         model="m", arguments=("--cuda-graph-max-bs-decode", "4", "--json-model-override-args", '{"a": 1}'), filled=True
     )
+    sizes = replace(request, arguments=("--cuda-graph-bs-decode", "1", "4"))
+    assert "--cuda-graph-max-bs" not in arguments(sizes, Subject("m", "m", {}))
     found = arguments(request, Subject("m", "m", {}))
     assert found[:4] == request.arguments and "--cuda-graph-max-bs" not in found
     assert json.loads(found[-1]) == {"a": 1, "kvcq_bench": {"filled": True}}
@@ -237,6 +269,36 @@ def test_the_command_prints_tables_and_tells_what_failed(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("error: 1 without a figure, first bf16-flashinfer: ")
     done = command("--model", "m", "--cells", "1x8k", "--dry-run")
     assert done.returncode == 0 and "bf16-triton, bf16-flashinfer" in done.stdout
+
+
+SCRIPT = """
+import runpy
+import sys
+import kvcq.pipeline.bench_serve.run as home
+from tests.serve_sglang.conftest import MACHINE
+home.this_machine = lambda: MACHINE
+runpy.run_path("benchmarks/serve.py", run_name="__main__")
+"""
+
+
+def test_a_run_that_is_ended_leaves_no_server(tmp_path):
+    out, pids = tmp_path / "serve.json", tmp_path / "pids"
+    env = bare_environment(KVCQ_STUB="child", KVCQ_STUB_PID=str(pids)) | {"PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}"}
+    own = [sys.executable, "-c", SCRIPT, "first", "--layers", "1", "--kinds", "", "--bf16", "triton"]
+    own += ["--cells", "1x1k,1x64k", "--splits", "", "--prompts", "", "--output", "9000", "--out", str(out)]
+    with subprocess.Popen(own, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
+        end = time.monotonic() + 90
+        while not pids.exists() and time.monotonic() < end and running.poll() is None:
+            time.sleep(0.1)
+        while not out.exists() and time.monotonic() < end and running.poll() is None:
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        told = running.communicate(timeout=30)[1]
+    assert running.returncode == 128 + signal.SIGTERM, told
+    assert told.splitlines()[-1] == "the run was ended: --read prints what it has measured"
+    assert json.loads(out.read_text())["arms"][0]["name"] == "bf16-triton"
+    for pid in map(int, pids.read_text().split()):
+        assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 def load_benchmark():

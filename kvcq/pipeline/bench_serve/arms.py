@@ -27,6 +27,8 @@ from kvcq.runtime.sglang.filled import FLAG, KEY
 
 HOST = "127.0.0.1"
 GRAPHS = "cuda_graph_max_bs"
+# What says which graphs of decode steps there are.
+SIZES = (GRAPHS, "cuda_graph_bs", "cuda_graph_config", "disable_cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def arguments(request: ServeBenchRequest, subject: Subject) -> tuple[str, ...]:
     """Return the flags of SGLang that every arm gets: the user's, and what a benchmark needs besides."""
     given = read_given(request.arguments)
     found = [*subject.flags]
-    if not any(name.startswith(GRAPHS) for name in given.values):
+    if not any(name.startswith(SIZES) for name in given.values):
         # A batch beyond the largest graph would be launched kernel by kernel.
         found += [flag(GRAPHS), str(request.max_running)]
     if request.filled:
@@ -175,7 +177,7 @@ def _run_bundle(
         start_seconds=request.start_seconds,
         grace=0.0,
     )
-    serve_sglang(asked, reporter, ready, machine=machine, canary=not subject.synthetic)
+    serve_sglang(asked, reporter, ready, machine=machine, canary=not subject.synthetic, bench=True)
 
 
 def cell(bundle: Bundle) -> int:

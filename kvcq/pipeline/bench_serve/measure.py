@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kvcq.spec.plan import Windows
 
 HIT_SHARES = (0.0, 0.5, 1.0)
 PREFILL_OUTPUT, WARM_TOKENS, WARM_OUTPUT = 8, 9000, 8
-SPLIT_STEPS, TRACE_SECONDS, POLL_SECONDS = 24, 120.0, 0.5
+SPLIT_STEPS, TRACE_SECONDS, POLL_SECONDS = 24, 40.0, 0.5
 FLUSH_SECONDS = 30.0
 
 
@@ -65,11 +66,12 @@ def measure_arm(running: Running, plan: Plan, bound: Bound, reporter: Reporter) 
     meter = _Meter(running, plan, bound)
     reporter.stage(f"{running.arm.name}: warming up")
     meter.warm()
+    # What matters most comes first: a run may be cut short.
     kinds = (
-        ("prefill", plan.prompts, meter.prefill),
-        ("hits", plan.hits, meter.hits),
         ("decode", plan.cells, meter.decode),
         ("split", plan.splits, meter.split),
+        ("prefill", plan.prompts, meter.prefill),
+        ("hits", plan.hits, meter.hits),
         ("job", plan.jobs, meter.job),
     )
     for kind, cells, act in kinds:
@@ -245,8 +247,12 @@ async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
         "with_stack": False,
         "record_shapes": False,
     }
-    answer = await http.post("/start_profile", json=asked, timeout=TRACE_SECONDS)
+    try:
+        answer = await http.post("/start_profile", json=asked, timeout=TRACE_SECONDS)
+    except httpx2.HTTPError as error:
+        raise EvaluationError(f"no answer: {type(error).__name__}", where="/start_profile") from None
     if answer.status_code != 200:
+        # SGLang answers 500 where its profiler does not start; its own lines say why.
         raise EvaluationError(f"HTTP {answer.status_code}", where="/start_profile")
     end = time.monotonic() + TRACE_SECONDS
     while time.monotonic() < end:
@@ -258,4 +264,7 @@ async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
                 continue
             return split(events, SPLIT_STEPS)
         await asyncio.sleep(POLL_SECONDS)
+    # A profiler that goes on would slow every cell after this one.
+    with suppress(httpx2.HTTPError):
+        await http.post("/stop_profile", timeout=TRACE_SECONDS)
     raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile")

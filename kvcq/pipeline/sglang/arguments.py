@@ -15,6 +15,8 @@ from kvcq.runtime.sglang.versions import TESTED
 
 BACKEND = "kvcq"
 OVERRIDES = "--json-model-override-args"
+# That of `kvcq.runtime.sglang.filled`, which loads torch; the tests hold them equal.
+BENCH = "kvcq_bench"
 # Other spellings of a field of ServerArgs; `--tp` is an abbreviation that everybody writes.
 ALIASES = {
     "model": "model_path",

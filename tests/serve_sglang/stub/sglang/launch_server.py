@@ -282,6 +282,13 @@ class Handler(BaseHTTPRequestHandler):
         if WAY == "error":
             self.answer({"error": {"message": "boom"}}, 500)
             return
+        if self.path == "/start_profile" and WAY in ("no_profiler", "no_trace", "profiler_hangs"):
+            time.sleep(1.0 if WAY == "profiler_hangs" else 0.0)
+            self.answer({}, 500 if WAY == "no_profiler" else 200)
+            return
+        if self.path == "/stop_profile":
+            self.answer({})
+            return
         if self.path == "/start_profile":
             threading.Thread(target=write_trace, args=(Path(body["output_dir"]),)).start()
             self.answer({})
