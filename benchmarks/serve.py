@@ -182,12 +182,13 @@ def main() -> int:
         return int(not holds)
     request = RUNS[args.run]
     lists = {name: getattr(args, name) for name in ("bf16", "kinds", "cells", "splits", "prompts", "hits")}
-    numbers = {name: getattr(args, name) for name in ("layers", "output")}
-    given = {name: tuple(filter(None, text.split(","))) for name, text in lists.items() if text is not None}
+    given: dict[str, Any] = {
+        name: tuple(filter(None, text.split(","))) for name, text in lists.items() if text is not None
+    }
+    given |= {name: number for name in ("layers", "output") if (number := getattr(args, name)) is not None}
     request = replace(
         request,
         **given,
-        **{name: number for name, number in numbers.items() if number is not None},
         out=args.out,
         charts=args.charts,
         force=True,
