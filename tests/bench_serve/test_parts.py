@@ -108,6 +108,12 @@ def test_latencies_are_ranks(gaps):
     assert statistics.between_tokens([stream(0, 1, 1, 1)]) is None
 
 
+def test_launches_that_are_told_twice_do_not_halve_the_steps():
+    events = make_events(5)
+    driver = [event | {"cat": "cuda_driver", "name": "cuGraphLaunch"} for event in events if "Launch" in event["name"]]
+    assert split(events + driver, 5) == split(events, 5)
+
+
 @pytest.mark.parametrize("launches", [True, False])
 def test_a_trace_is_split_into_whole_steps(launches):
     found = split(make_events(5, launches=launches), 5)

@@ -118,7 +118,8 @@ def split(events: Iterable[Mapping[str, Any]], asked: int) -> Split:
         elif LAUNCH in str(event.get("name")):
             launches += 1
     kernels.sort()
-    marks = _marks(kernels, launches or asked)
+    # More launches than steps: each is told twice, by the runtime and by the driver.
+    marks = _marks(kernels, launches if 0 < launches <= asked + 1 else asked)
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     busy: defaultdict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
