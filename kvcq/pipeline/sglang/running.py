@@ -137,7 +137,12 @@ def run(
                     on_ready(Ready(client.url, record, stop))
             while (ended := child.wait(POLL_SECONDS)) is None:
                 pass
-            return 0 if stopped.is_set() else ended
+            if stopped.is_set():
+                return 0
+            if ended:
+                reason = child.reason()
+                reporter.warn(f"SGLang ended with exit code {ended}" + (f": {reason}" if reason else ""))
+            return ended
         except Interrupted as error:
             if request.grace:
                 reporter.note(f"SGLang has up to {request.grace:g} s to end; a second signal ends it at once")
