@@ -13,6 +13,7 @@ from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import make_backend_class, rule_of
 from tests.runtime.hf.setup import WINDOWS, relative
 from tests.runtime.sglang import small
+from tests.runtime.sglang.loop import radix
 from tests.runtime.sglang.stage import PAGE, Stage
 from tests.runtime.sglang.test_session import tables_of
 from tests.tiny import tiny_model
@@ -21,23 +22,8 @@ HEADS, KV_HEADS, D = 4, 2, 32
 
 
 def layer(**changes):
-    """``RadixAttention``."""
-    plain = {
-        "layer_id": 0,
-        "tp_q_head_num": HEADS,
-        "tp_k_head_num": KV_HEADS,
-        "tp_v_head_num": KV_HEADS,
-        "qk_head_dim": D,
-        "v_head_dim": D,
-        "scaling": 0.2,
-        "logit_cap": 0.0,
-        "logit_capping_method": "tanh",
-        "sliding_window_size": -1,
-        "is_cross_attention": False,
-        "attn_type": SimpleNamespace(value="decoder"),
-        "xai_temperature_len": -1,
-    }
-    return SimpleNamespace(**plain | changes)
+    """Layer 0 of the model."""
+    return radix(0, HEADS, KV_HEADS, D, D, **changes)
 
 
 @pytest.fixture(scope="module")
