@@ -19,6 +19,10 @@ if not torch.cuda.is_available():
     # comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
+    from tests.interpreter import prepare_once
+
+    prepare_once()
+
 TESTS = Path(__file__).parent
 # Rooms that test the packages whose coverage is reported. A trace doubles the time of Triton's interpreter, so tests of
 # other rooms run without one.
