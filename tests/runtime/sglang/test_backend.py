@@ -21,9 +21,9 @@ from tests.tiny import tiny_model
 HEADS, KV_HEADS, D = 4, 2, 32
 
 
-def layer(**changes):
-    """Layer 0 of the model."""
-    return radix(0, HEADS, KV_HEADS, D, D, **changes)
+def layer(number=0, **changes):
+    """A layer of the model."""
+    return radix(number, HEADS, KV_HEADS, D, D, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def rows(count, seed=0):
 )
 def test_what_a_layer_wants_and_is_not_computed_is_refused(changes, extras, words):
     with pytest.raises(UnsupportedError, match="layer 7") as error:
-        rule_of(layer(layer_id=7, **changes), extras)
+        rule_of(layer(7, **changes), extras)
     assert words in str(error.value)
 
 
