@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvcq.pipeline.serve_sglang import serve_sglang
-from kvcq.pipeline.sglang import client
 from kvcq.pipeline.sglang.machine import Gpu, Machine
 from kvcq.pipeline.sglang.request import SglangRequest
 from tests.background import in_background
@@ -33,8 +32,6 @@ def stub(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{STUB}{os.pathsep}{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("KVCQ_STUB", raising=False)
-    # The stub answers at once.
-    monkeypatch.setattr(client, "POLL_SECONDS", 0.05)
 
     def choose(way="", **more):
         monkeypatch.setenv("KVCQ_STUB", way)
