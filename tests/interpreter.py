@@ -30,7 +30,9 @@ class Launch:
 
 
 def prepare_once() -> None:
-    """Replace what the interpreter does before it runs a function."""
+    """Replace what the interpreter does before it runs a function; one of another make is left alone."""
+    if not hasattr(interpreter, "_patch_lang"):
+        return
     prepare, running = interpreter._patch_lang, list[Launch]()
 
     def once(function: Callable[..., Any]) -> Launch | None:

@@ -108,10 +108,11 @@ def test_a_server_that_does_not_end_in_time_is_killed(tiny, tmp_path):
 
 
 def test_the_exit_code_of_the_server_is_that_of_the_command(tiny, tmp_path):
-    with command(tiny, tmp_path, "crash_later") as process:
+    with command(tiny, tmp_path, "crash_later", "--quiet") as process:
         process.stdout.readline()
-        process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 9
+    assert err.decode().splitlines()[-1].startswith("warning: SGLang ended with exit code 9")
 
 
 @pytest.mark.parametrize(("way", "code"), [("bf16", 5), ("no_plugin", 5), ("unknown_flag", 2), ("memory", 6)])

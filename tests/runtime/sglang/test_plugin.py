@@ -16,7 +16,7 @@ import kvcq
 from kvcq.artifacts.bundle import open_bundle
 from kvcq.runtime.hf.load import load_cache
 from kvcq.runtime.hf.semantics import Served
-from kvcq.runtime.sglang import metrics, plugin
+from kvcq.runtime.sglang import attend, metrics, plugin
 from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.trace import read_trace
 from kvcq.spec.boundary import Boundary
@@ -98,6 +98,29 @@ def test_a_server_with_another_backend_is_left_as_it_is(start, version):
     assert host.Scheduler().get_internal_state(None).internal_state == {}
 
 
+@pytest.mark.parametrize("flags", [{"attention_backend": "triton"}, {"attention_backend": None}])
+def test_a_bundle_that_nothing_would_read_ends_the_launcher(start, capsys, flags):
+    host = start(json_model_override_args='{"kvcq": {"bundle": "/x", "digest": "0"}}', **flags)
+    with pytest.raises(SystemExit) as ended:
+        host.args.check_server_args()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "--attention-backend kvcq" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("overrides", ["{}", '{"rope_theta": 1}', "[1]", "{", None])
+def test_other_overrides_of_another_backend_are_left_alone(start, overrides):
+    host = start(json_model_override_args=overrides, attention_backend="triton")
+    assert host.args.check_server_args() is None
+
+
+def test_what_writes_is_named_where_it_is_not_what_attends(start, monkeypatch):
+    monkeypatch.setattr(attend, "writers", lambda tables, dtype, device: "cuda (keys) and triton (values)")
+    host = start()
+    build(host)
+    kernels = host.Scheduler().get_internal_state(None).internal_state["kvcq"]["kernels"]
+    assert set(kernels.values()) == {"triton, written by cuda (keys) and triton (values)"}
+
+
 def test_other_weight_files_are_told_on_stderr_and_served(start, world, capsys, tmp_path):
     start(model_path=str(world[0])).args.check_server_args()
     assert "other weights" not in capsys.readouterr().err
@@ -121,13 +144,14 @@ def test_other_weights_are_not_loaded_under_a_bundle(start, source):
     assert not done and why.startswith("kvcq: the bundle was fitted for the loaded weights")
 
 
-def test_a_prefix_whose_sinks_are_not_kept_is_an_error_and_no_answer(start):
+def test_a_prefix_whose_sinks_are_not_kept_ends_the_scheduler(start, capsys):
     host = start()
     runner, _ = build(host)
     request = host.Req("a", list(range(90)), prefix_indices=torch.zeros(PAGE))
     request.extend_range = SimpleNamespace(start=PAGE, end=90)
-    with pytest.raises(RuntimeError, match="sinks are not kept"):
+    with pytest.raises(SystemExit) as ended:
         runner.req_to_token_pool.alloc([request])
+    assert ended.value.code == 5 and "sinks are not kept" in capsys.readouterr().err
 
 
 def test_the_entry_point_is_the_plugin_and_imports_no_engine():
