@@ -10,7 +10,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/kvcq quickstart --out quickstart --force
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=
 	$(BIN)/python -m coverage report --include='$(COVERED)' --fail-under=90 --skip-covered
 
 lint: $(VENV)/.installed-dev

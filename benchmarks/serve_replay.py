@@ -204,9 +204,10 @@ def compare(options):
     runs = {run["name"]: run["answers"] for run in (json.loads(path.read_text()) for path in options.answers)}
     index, of = options.shard
     exact, served = Replay(options, True), Replay(options, False)
-    first, known, warm = {}, {}, []
+    first, known = {}, {}
     for name, answers in runs.items():
         tallies, skipped, again = {"server": Tally(), "transformers, bfloat16": Tally()}, 0, 0
+        other_cuts = {"other tokens from the cache": [], "chunks cut elsewhere": []}
         for number, answer in list(enumerate(answers))[index::of]:
             if options.only and number not in options.only:
                 continue
@@ -240,14 +241,15 @@ def compare(options):
                 cold = first.setdefault(number, (boundaries, reference))
                 if cold[0] != boundaries:
                     a, b = (x[: -len(tokens)] for x in (cold[1], reference))
-                    warm.append(float((a.exp() * (a - b)).sum(-1).mean()))
+                    one, two = ([c.position for c in cuts if c.kind == "cached"] for cuts in (cold[0], boundaries))
+                    kind = list(other_cuts)[one == two]
+                    other_cuts[kind].append(float((a.exp() * (a - b)).sum(-1).mean()))
         for who, tally in tallies.items():
             print(f"{name} | {who} | {tally} | {skipped} not replayed, {again} prefilled again", flush=True)
-    if warm:
-        print(
-            f"KL of other boundaries against the first: mean {sum(warm) / len(warm):.4f}, max {max(warm):.4f}, "
-            f"{len(warm)} prompts"
-        )
+        for kind, found in other_cuts.items():
+            if found:
+                told = f"mean {sum(found) / len(found):.4f}, max {max(found):.4f}, {len(found)} prompts"
+                print(f"{name} | KL from the first run, {kind}: {told}", flush=True)
     _between(runs, records)
 
 

@@ -6,8 +6,8 @@ r"""Soak of ``kvcq serve --engine sglang``: mixed requests from many workers, th
     python benchmarks/serve_replay.py compare --bundle NAME.kvcq --model DIR --trace trace.jsonl --shard 0/8 soak.json
 
 More workers than fit keep requests in the queue, and long answers in a small pool have some retracted. Draws are
-seeded, time is not: which request meets which is another every time. Some of the finished ones are written to `--out`
-for `compare`.
+seeded, time is not: which request meets which is another every time. About a tenth of the finished ones are written
+to `--out` for `compare`: `--keep` of those that are read whole or as a stream.
 
 It ends with 1 when the server fails or answers wrongly, or when anything is still held once nothing runs: requests,
 tokens of the pool, rows of the ring, sink entries that copies name, or attention that did not take the kernels.
@@ -130,7 +130,7 @@ class Soak:
         new = rng.randint(1024, 2048) if rng.random() < LONG else spread(rng, 1, 512)
         body = question(rid, prompt, min(new, self.limit - len(prompt)))
         end = rng.choices(list(ENDS), ENDS.values())[0]
-        keep = end == "whole" and rng.random() < self.options.keep
+        keep = end in ("whole", "stream") and rng.random() < self.options.keep
         if not keep:
             del body["return_logprob"], body["logprob_start_len"], body["top_logprobs_num"]
         if end == "twice":
@@ -263,7 +263,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
-    numbers = {"seconds": 300.0, "workers": 24, "longest": 8000, "seed": 0, "keep": 0.1}
+    numbers = {"seconds": 300.0, "workers": 24, "longest": 8000, "seed": 0, "keep": 0.15}
     for name, value in ({"data": "builtin:pydoc-topics", "name": "soak"} | numbers).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--out", type=Path)

@@ -1,10 +1,16 @@
 """Property tests draw the same examples everywhere and have no deadline: machines differ in speed."""
 
 import os
+from pathlib import Path
 
+# Workers that share cores would wait for each other's threads; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)
 settings.register_profile("kvcq", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("kvcq")
 
@@ -12,3 +18,19 @@ if not torch.cuda.is_available():
     # Without a GPU kernels run in Triton's interpreter, which is asked for when Triton is imported: whichever test
     # comes first.
     os.environ["TRITON_INTERPRET"] = "1"
+
+    from tests.interpreter import prepare_once
+
+    prepare_once()
+
+TESTS = Path(__file__).parent
+# Rooms that test the packages whose coverage is reported. A trace doubles the time of Triton's interpreter, so tests of
+# other rooms run without one.
+TRACED = ("artifacts", "codecs", "evaluation", "golden", "methods", "server", "spec", "stats", "transforms")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    traced = [TESTS / room for room in TRACED]
+    for item in items:
+        if not any(item.path.is_relative_to(folder) for folder in traced):
+            item.add_marker(pytest.mark.no_cover)

@@ -26,9 +26,9 @@ def test_a_real_model_reads_and_answers_through_the_cache(quick: Quickstart, tmp
         out=tmp_path / "report",
         contexts=(1024,),
         tasks=("perplexity", "decode-kl", "needle"),
-        decode_steps=16,
+        decode_steps=8,
         needle_tasks=("single_2",),
-        needle_items=2,
+        needle_items=1,
         needle_depths=(30.0, 60.0),
         canary=(),
     )

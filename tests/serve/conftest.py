@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import httpx2
@@ -9,6 +8,7 @@ import pytest
 
 from kvcq.pipeline.requests import ServeRequest
 from kvcq.pipeline.serve import serve
+from tests.background import in_background
 from tests.chain import make_world
 from tests.tiny import CHAT_TEMPLATE
 
@@ -38,10 +38,14 @@ def request_of(tiny, **options):
 class Served:
     """A running server and clients for it."""
 
-    def __init__(self, ready):
-        self.ready, self.url = ready, ready.url
-        self.client = openai.OpenAI(base_url=f"{ready.url}/v1", api_key="none", max_retries=0, timeout=60)
-        self.http = httpx2.Client(base_url=ready.url, timeout=60)
+    def __init__(self, running):
+        self.running, self.ready, self.url = running, running.ready, running.ready.url
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+
+    @property
+    def result(self):
+        return self.running.result
 
     def complete(self, prompt="the river", **options):
         return self.client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)
@@ -62,34 +66,13 @@ class Served:
 @contextmanager
 def serving(tiny, **options):
     """Run ``kvcq.serve`` in a thread; yield the server and, after it has stopped, its result in `result`."""
-    ready, box, outcome = threading.Event(), [], []
-
-    def on_ready(server):
-        box.append(server)
-        ready.set()
-
-    def run():
+    with in_background(lambda on_ready: serve(request_of(tiny, **options), on_ready=on_ready), 0) as running:
+        served = Served(running)
         try:
-            outcome.append(serve(request_of(tiny, **options), on_ready=on_ready))
-        except BaseException as error:
-            outcome.append(error)
+            yield served
         finally:
-            ready.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(120)
-    if not box:
-        raise outcome[0]
-    served = Served(box[0])
-    try:
-        yield served
-    finally:
-        box[0].stop(0)
-        thread.join(60)
-        served.result = outcome[0]
-        served.client.close()
-        served.http.close()
+            served.client.close()
+            served.http.close()
 
 
 @pytest.fixture(scope="session")

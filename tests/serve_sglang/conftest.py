@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 from kvcq.pipeline.serve_sglang import serve_sglang
 from kvcq.pipeline.sglang.machine import Gpu, Machine
 from kvcq.pipeline.sglang.request import SglangRequest
+from tests.background import in_background
 from tests.chain import make_world
 
 STUB = Path(__file__).parent / "stub"
@@ -47,6 +48,14 @@ class Told:
     def __init__(self):
         self.notes, self.warnings, self.stages = [], [], []
 
+    @property
+    def ready(self):
+        return self.running.ready
+
+    @property
+    def code(self):
+        return self.running.result
+
     def stage(self, text):
         self.stages.append(text)
 
@@ -77,31 +86,10 @@ def request_of(tiny, *arguments, **options):
 @contextmanager
 def serving(tiny, *arguments, **options):
     """Run ``kvcq.serve_sglang`` in a thread; yield what was told, and afterwards its exit code in `code`."""
-    told, ready, outcome = Told(), threading.Event(), []
-
-    def on_ready(server):
-        told.ready = server
-        ready.set()
-
-    def run():
-        try:
-            outcome.append(serve_sglang(request_of(tiny, *arguments, **options), told, on_ready, machine=MACHINE))
-        except BaseException as error:
-            outcome.append(error)
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(120)
-    if outcome:
-        raise outcome[0]
-    try:
+    told, request = Told(), request_of(tiny, *arguments, **options)
+    with in_background(lambda on_ready: serve_sglang(request, told, on_ready, machine=MACHINE), 5.0) as running:
+        told.running = running
         yield told
-    finally:
-        told.ready.stop(5.0)
-        thread.join(60)
-        told.code = outcome[0]
 
 
 def alive(pid):
@@ -110,6 +98,14 @@ def alive(pid):
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def gone(pids, seconds=10.0):
+    """Tell whether processes end; one that was killed is there until the system has taken it down."""
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
 
 
 def argv_of(log):

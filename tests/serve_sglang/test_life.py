@@ -15,7 +15,7 @@ import pytest
 
 from kvcq.runtime.sglang.settings import Settings
 from tests.chain import bare_environment
-from tests.serve_sglang.conftest import ROOT, STUB, alive, argv_of
+from tests.serve_sglang.conftest import ROOT, STUB, argv_of, gone
 
 DRIVER = Path(__file__).parent / "driver.py"
 
@@ -47,8 +47,8 @@ def end(process, number):
     return process.returncode, out, err.decode()
 
 
-def left(tmp_path):
-    return [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)]
+def all_gone(tmp_path):
+    return gone((tmp_path / "pids").read_text().split())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
@@ -73,7 +73,7 @@ def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, c
     assert (found, out) == (code, b"")
     assert err.strip().splitlines()[-1].endswith("the server has shut down")
     assert "ended" in err.splitlines()  # it was asked, not killed
-    assert not left(tmp_path)
+    assert all_gone(tmp_path)
 
 
 def test_a_signal_while_the_server_starts_ends_it_too(tiny, tmp_path):
@@ -108,10 +108,11 @@ def test_a_server_that_does_not_end_in_time_is_killed(tiny, tmp_path):
 
 
 def test_the_exit_code_of_the_server_is_that_of_the_command(tiny, tmp_path):
-    with command(tiny, tmp_path, "crash_later") as process:
+    with command(tiny, tmp_path, "crash_later", "--quiet") as process:
         process.stdout.readline()
-        process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 9
+    assert err.decode().splitlines()[-1].startswith("warning: SGLang ended with exit code 9")
 
 
 @pytest.mark.parametrize(("way", "code"), [("bf16", 5), ("no_plugin", 5), ("unknown_flag", 2), ("memory", 6)])

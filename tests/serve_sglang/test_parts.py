@@ -71,6 +71,12 @@ def test_a_program_that_is_not_there_is_unavailable():
         ("print('error: first'); print('error: second'); print('Traceback')", "second"),
         ("print('prog: error: unrecognized arguments: --x')", "unrecognized arguments: --x"),
         ("print('a'); print('RuntimeError: b'); print()", "RuntimeError: b"),
+        (
+            "print('Traceback'); print('torch.cuda.OutOfMemoryError: b'); print('killed')",
+            "torch.cuda.OutOfMemoryError: b",
+        ),
+        ("print('ValueError: a'); print('error: b'); print('RuntimeError: c')", "b"),
+        ("print('a'); print('an Error: b'); print('c')", "c"),
         ("pass", None),
     ],
 )

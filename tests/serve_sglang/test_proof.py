@@ -6,7 +6,7 @@ import pytest
 
 from kvcq.errors import CorruptArtifactError, InputError, MismatchError, ResourceError, UnsupportedError
 from kvcq.pipeline.serve_sglang import serve_sglang
-from tests.serve_sglang.conftest import MACHINE, Told, alive, request_of, serving
+from tests.serve_sglang.conftest import MACHINE, Told, alive, gone, request_of, serving
 
 
 def test_a_server_that_proves_itself_is_told_with_a_table(tiny, stub, tmp_path):
@@ -102,7 +102,7 @@ def test_nothing_that_the_server_started_outlives_it(tiny, stub, tmp_path):
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(map(alive, pids))
     assert told.code == 0
-    assert not any(map(alive, pids))
+    assert gone(pids)
 
 
 def test_the_exit_code_of_a_server_that_ends_later_is_passed_on(tiny, stub):

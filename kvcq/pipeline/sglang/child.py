@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -14,6 +15,8 @@ from kvcq.errors import UnavailableError
 
 KEPT_LINES = 200
 OWN, PARSER = "error: ", ": error: "
+# How a traceback ends.
+RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?")
 LINE_BYTES = 4096
 KILL_SECONDS = 10.0
 
@@ -64,7 +67,7 @@ class Child:
         return self.ended()
 
     def reason(self) -> str | None:
-        """Return why it ended, by the last line that states an error; else its last line, None without any."""
+        """Return why it ended: the last line that states an error, or ends a traceback; else its last line, if any."""
         lines = self.lines()
         for line in reversed(lines):
             # At the start of a line kvcq's plugin states it, and elsewhere argparse.
@@ -72,7 +75,8 @@ class Child:
                 return line.removeprefix(OWN).strip()
             if PARSER in line:
                 return line.partition(PARSER)[2].strip()
-        return lines[-1] if lines else None
+        raised = (line for line in reversed(lines) if RAISED.fullmatch(line.strip()))
+        return next(raised, lines[-1] if lines else None)
 
     def after(self, mark: str) -> str | None:
         """Return what follows a text in the last of its lines that has it; None if no line does."""

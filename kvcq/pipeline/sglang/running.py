@@ -190,7 +190,12 @@ def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
                 when_up(child, client, stop, time.monotonic() - started)
             while (ended := child.wait(POLL_SECONDS)) is None:
                 pass
-            return 0 if stopped.is_set() else ended
+            if stopped.is_set():
+                return 0
+            if ended:
+                reason = child.reason()
+                reporter.warn(f"SGLang ended with exit code {ended}" + (f": {reason}" if reason else ""))
+            return ended
         except Interrupted as error:
             if start.grace:
                 reporter.note(f"SGLang has up to {start.grace:g} s to end; a second signal ends it at once")

@@ -23,7 +23,7 @@ from kvcq.kernels.extend import extend
 from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.windows import store_windows
-from kvcq.kernels.write import write
+from kvcq.kernels.write import write, writers
 from kvcq.runtime.sglang.session import Batch, Board, ExtendStep, Step, extend_step
 from kvcq.spec.plan import Windows
 
@@ -127,11 +127,12 @@ class Attention:
 
     @property
     def kernels(self) -> dict[int, str]:
-        """The kernel of each layer in large batches, and why, by layer id."""
+        """What attends in large batches, by layer id, and what writes where that is something else."""
         found = {}
         for number, layer in self._tables.items():
-            choice = self._decoder(self._place(layer, self._max_batch, None), layer).choice
-            found[number] = f"{choice.backend} ({choice.reason})"
+            backend = self._decoder(self._place(layer, self._max_batch, None), layer).choice.backend
+            writer = writers(layer, layer.k.map.dtype, self._req_to_token.device)
+            found[number] = backend if writer == backend else f"{backend}, written by {writer}"
         return found
 
     def begin_decode(self, batch: Batch) -> None:

@@ -150,7 +150,7 @@ def publish(facts: Facts, *, metrics: bool) -> Meters:
     if metrics:
         meters.export()
     for layer, kernel in facts.kernels.items():
-        if kernel == FALLBACK:
+        if kernel.startswith(FALLBACK):
             meters.fallback(f"layer {layer}")
     _published[:] = [meters]
     return meters

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcq.artifacts.bundle import Bundle
-from kvcq.errors import KvcqError
+from kvcq.errors import KvcqError, UnsupportedError, shown
 from kvcq.models.fingerprint import build_provenance
 from kvcq.runtime.sglang import admission, gate, metrics, versions
 from kvcq.runtime.sglang.attend import Attention
@@ -31,7 +31,7 @@ from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.layers import layer_tables
 from kvcq.runtime.sglang.pool import check_pool, make_pool_class
 from kvcq.runtime.sglang.refusals import refusals, refuse
-from kvcq.runtime.sglang.settings import Settings
+from kvcq.runtime.sglang.settings import FLAG, KEY, Settings, named
 from kvcq.runtime.sglang.trace import Trace
 from kvcq.spec.identity import Provenance
 from kvcq.version import __version__
@@ -70,6 +70,8 @@ def selected(args: Any) -> bool:
 def refuse_flags(result: Any, self: Any) -> None:
     """After ``ServerArgs.check_server_args``: end the launcher where something is asked for that is not served."""
     if not selected(self):
+        with _ending():
+            refuse_stray(self)
         return
     from sglang.srt.environ import envs
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -97,6 +99,20 @@ def refuse_flags(result: Any, self: Any) -> None:
             from sglang.srt.entrypoints import http_server
 
             gate.place(http_server, self, settings.gate)
+
+
+def refuse_stray(args: Any) -> None:
+    """Refuse a server that was told of a bundle and does not attend with it: its cache would be BF16 without a word.
+
+    Raises:
+        UnsupportedError: for that.
+    """
+    if named(getattr(args, "json_model_override_args", None)):
+        raise UnsupportedError(
+            f"a bundle is named, but attention runs on {shown(getattr(args, 'attention_backend', None))}",
+            where=FLAG,
+            fix=f"add --attention-backend {NAME}, or leave the key {KEY!r} out",
+        )
 
 
 def size(original: Callable[[Any], Any], host: Any) -> Any:
@@ -336,7 +352,7 @@ def _facts(
         sinks=plan.entries,
         rank=rank,
         ranks=ranks,
-        kernels={number: text.split()[0] for number, text in attention.kernels.items()},
+        kernels=attention.kernels,
     )
 
 

@@ -6,6 +6,7 @@ SGLang hands the configuration to each process that it starts. No environment va
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,15 @@ FIX = f"start the server with kvcq serve, or pass {FLAG} with the bundle and its
 FIELDS = ("bundle", "digest", "trace", "sink_entries", "gate")
 
 _DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def named(overrides: str | None) -> bool:
+    """Tell whether a server's ``--json-model-override-args`` name a bundle."""
+    try:
+        plain = json.loads(overrides or "{}")
+    except ValueError:
+        return False
+    return isinstance(plain, dict) and KEY in plain
 
 
 @dataclass(frozen=True)

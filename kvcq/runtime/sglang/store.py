@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcq.errors import MismatchError
 from kvcq.runtime.layout import PAGE
 from kvcq.spec.plan import Windows
 
@@ -149,7 +150,7 @@ class SinkStore:
         """Take note of a prefill batch, once its requests have rows and before its forward is started.
 
         Raises:
-            RuntimeError: a reused prefix without its entry or nearer to the end than W, a row with two owners, a row
+            MismatchError: a reused prefix without its entry or nearer to the end than W, a row with two owners, a row
                 that does not exist: rows would be read that nobody wrote. A bug, here or in the host.
         """
         self._due += self._under_way
@@ -214,25 +215,23 @@ class SinkStore:
     def _begin(self, request: Prefill) -> None:
         row = request.row
         if not 1 <= row < self.rows:
-            raise RuntimeError(f"request {request.name} has row {row}, buffers have rows 1 to {self.rows - 1}")
+            raise _broken(f"request {request.name} has row {row}, buffers have rows 1 to {self.rows - 1}")
         bound = self._bound.get(row)
         if bound is not None:
             if bound.name != request.name:
-                raise RuntimeError(f"row {row} of request {bound.name} was given to {request.name}")
+                raise _broken(f"row {row} of request {bound.name} was given to {request.name}")
             return
         has_key = self.windows.sink and not request.private and len(request.ids) >= self.windows.sink
         key = self._key(request.ids, request.extra_key) if has_key else None
         bound = _Bound(request.name, key, settled=key is None)
         if request.prefix and request.prefix > len(request.ids) - self.windows.recent:
-            raise RuntimeError(
+            raise _broken(
                 f"request {request.name} reuses {request.prefix} of {len(request.ids)} tokens, the last "
                 f"{self.windows.recent} are to be computed"
             )
         if request.prefix and self.windows.sink:
             if key is None or key not in self._found:
-                raise RuntimeError(
-                    f"request {request.name} reuses {request.prefix} tokens, but their sinks are not kept"
-                )
+                raise _broken(f"request {request.name} reuses {request.prefix} tokens, but their sinks are not kept")
             self._restore.append((self._found[key], row))
             self._found.move_to_end(key)
             bound.settled = True
@@ -259,3 +258,7 @@ class SinkStore:
 
     def _key(self, ids: Sequence[int], extra_key: str | None) -> Key:
         return extra_key, array("q", ids[: self.windows.sink]).tobytes()
+
+
+def _broken(what: str) -> MismatchError:
+    return MismatchError(what, where="sinks", fix="update kvcq and SGLang together")

@@ -17,9 +17,9 @@ FIRST, UNTIL = (0, 5, 13), (0, 5, 18)
 CONFIGURATOR = (0, 5, 16)
 WINDOW = ">=0.5.13,<0.5.18"
 # The release that the plugin was run on, on one H200: loaded in launcher and scheduler, canary active, decode in CUDA
-# graphs, chunked prefill, radix hits, metrics, an end by SIGTERM; without the match cap's hook, and with another pool
-# class, it ended with exit code 5. The others of the window were read, and are held by the tests of their sources; no
-# release was run with more than one rank.
+# graphs, chunked prefill, radix hits, retraction, metrics, an end by SIGTERM; sabotaged in four ways, it ended with
+# exit code 5. The others of the window were read, and are held by the tests of their sources; no release was run with
+# more than one rank.
 TESTED = "0.5.15.post1"
 INSTEAD = "or serve this bundle with --engine hf"
 

@@ -1,6 +1,6 @@
 """SGLang in the small: the modules that the plugin imports or hooks, with the parameters of the real ones.
 
-`test_plugin` holds the parameters against the sources of every release.
+`test_small` holds the parameters against the sources of every release.
 """
 
 from __future__ import annotations

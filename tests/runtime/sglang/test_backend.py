@@ -13,6 +13,7 @@ from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import make_backend_class, rule_of
 from tests.runtime.hf.setup import WINDOWS, relative
 from tests.runtime.sglang import small
+from tests.runtime.sglang.loop import radix
 from tests.runtime.sglang.stage import PAGE, Stage
 from tests.runtime.sglang.test_session import tables_of
 from tests.tiny import tiny_model
@@ -20,24 +21,9 @@ from tests.tiny import tiny_model
 HEADS, KV_HEADS, D = 4, 2, 32
 
 
-def layer(**changes):
-    """``RadixAttention``."""
-    plain = {
-        "layer_id": 0,
-        "tp_q_head_num": HEADS,
-        "tp_k_head_num": KV_HEADS,
-        "tp_v_head_num": KV_HEADS,
-        "qk_head_dim": D,
-        "v_head_dim": D,
-        "scaling": 0.2,
-        "logit_cap": 0.0,
-        "logit_capping_method": "tanh",
-        "sliding_window_size": -1,
-        "is_cross_attention": False,
-        "attn_type": SimpleNamespace(value="decoder"),
-        "xai_temperature_len": -1,
-    }
-    return SimpleNamespace(**plain | changes)
+def layer(number=0, **changes):
+    """A layer of the model."""
+    return radix(number, HEADS, KV_HEADS, D, D, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +74,7 @@ def rows(count, seed=0):
 )
 def test_what_a_layer_wants_and_is_not_computed_is_refused(changes, extras, words):
     with pytest.raises(UnsupportedError, match="layer 7") as error:
-        rule_of(layer(layer_id=7, **changes), extras)
+        rule_of(layer(7, **changes), extras)
     assert words in str(error.value)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcq.errors import MismatchError
 from kvcq.runtime.sglang import admission
 from kvcq.runtime.sglang.store import SinkStore
 from kvcq.spec.plan import Windows
@@ -129,5 +130,5 @@ def test_the_soak_notices_when(what, monkeypatch):
     name, broken = SABOTAGES[what]
     sound = getattr(SinkStore, name)
     monkeypatch.setattr(SinkStore, name, lambda store, *given: broken(store, sound, *given))
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, MismatchError, RuntimeError)):
         soak(Host(1, windows=Windows(), requests=6, entries=8, pages=60, budget=256), 20_000)

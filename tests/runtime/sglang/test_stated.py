@@ -12,7 +12,7 @@ from kvcq.runtime.sglang.frequencies import KINDS
 from kvcq.runtime.sglang.refusals import refusals
 from kvcq.spec.geometry import RopeSpec
 from kvcq.spec.identity import Identity
-from tests.runtime.sglang.test_refusals import ARGS, CONFIG, MODEL, geometry, served, spellings
+from tests.runtime.sglang.stated import ARGS, CONFIG, MODEL, geometry, served, spellings
 
 
 def test_other_names_of_the_same_numbers_are_read():

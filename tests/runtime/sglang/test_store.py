@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcq.errors import MismatchError
 from kvcq.runtime.sglang.store import Moves, Prefill, SinkStore
 from kvcq.spec.plan import Windows
 
@@ -207,7 +208,7 @@ def test_occupancy_counts_rows_copies_to_come_and_kept_sinks():
 def test_rows_that_nobody_wrote_are_refused_never_read(request_, told):
     held = store()
     forward(held, cold(1, tokens(7)), cold(3, tokens(9)))
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(MismatchError, match=told):
         held.bind([request_])
 
 
