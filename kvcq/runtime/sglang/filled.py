@@ -11,7 +11,6 @@ they are, and no two requests share any.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcq.codecs.packing import PAGE_TOKENS, page_views
+from kvcq.runtime.sglang.settings import overrides
 from kvcq.runtime.sglang.store import SinkStore
 
 KEY, FLAG, PARAM = "kvcq_bench", "filled", "kvcq_filled"
@@ -56,7 +56,7 @@ class Filler:
         if self._on is None:
             from sglang.srt.server_args import get_global_server_args
 
-            self._on = asked(get_global_server_args().json_model_override_args)
+            self._on = asked(overrides(get_global_server_args().json_model_override_args))
         return self._on
 
     def _place(self, req: Any, tree: Any, store: SinkStore | None, wanted: int) -> None:
@@ -94,13 +94,9 @@ class Filler:
             keep_sinks()
 
 
-def asked(overrides: str | None) -> bool:
+def asked(given: Mapping[str, Any]) -> bool:
     """Tell whether a server was started to fill contexts, by its ``--json-model-override-args``."""
-    try:
-        plain = json.loads(overrides or "{}")
-    except ValueError:
-        return False
-    own = plain.get(KEY) if isinstance(plain, dict) else None
+    own = given.get(KEY)
     return isinstance(own, dict) and own.get(FLAG) is True
 
 

@@ -31,7 +31,7 @@ from kvcq.runtime.sglang.later import Later
 from kvcq.runtime.sglang.layers import layer_tables
 from kvcq.runtime.sglang.pool import check_pool, make_pool_class
 from kvcq.runtime.sglang.refusals import refusals, refuse
-from kvcq.runtime.sglang.settings import FLAG, KEY, Settings, named
+from kvcq.runtime.sglang.settings import FLAG, KEY, Settings, overrides
 from kvcq.runtime.sglang.trace import Trace
 from kvcq.spec.identity import Provenance
 from kvcq.version import __version__
@@ -107,7 +107,7 @@ def refuse_stray(args: Any) -> None:
     Raises:
         UnsupportedError: for that.
     """
-    if named(getattr(args, "json_model_override_args", None)):
+    if KEY in overrides(getattr(args, "json_model_override_args", None)):
         raise UnsupportedError(
             f"a bundle is named, but attention runs on {shown(getattr(args, 'attention_backend', None))}",
             where=FLAG,

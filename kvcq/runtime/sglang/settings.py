@@ -24,13 +24,13 @@ FIELDS = ("bundle", "digest", "trace", "sink_entries", "gate")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def named(overrides: str | None) -> bool:
-    """Tell whether a server's ``--json-model-override-args`` name a bundle."""
+def overrides(text: str | None) -> dict[str, Any]:
+    """Return what a server's ``--json-model-override-args`` say; nothing where SGLang will refuse them."""
     try:
-        plain = json.loads(overrides or "{}")
+        plain = json.loads(text or "{}")
     except ValueError:
-        return False
-    return isinstance(plain, dict) and KEY in plain
+        return {}
+    return plain if isinstance(plain, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from kvcq.codecs.packing import page_views
 from kvcq.runtime.layout import page_bytes
-from kvcq.runtime.sglang import filled, plugin, versions
+from kvcq.runtime.sglang import filled, plugin, settings, versions
 from kvcq.runtime.sglang.filled import Filler, asked, fill_pages, fill_pool
 from kvcq.runtime.sglang.store import Prefill, SinkStore
 from kvcq.spec.codec import CodecSpec
@@ -196,7 +196,7 @@ def test_a_prompt_that_shares_its_beginning_keeps_it(tree_modules):
 @pytest.mark.parametrize("overrides", ["{}", None, '{"kvcq_bench": {"filled": 1}}', "[]", '{"kvcq": {}}', "{"])
 def test_a_server_that_was_not_started_for_it_fills_nothing(tree_modules, overrides):
     fills = Fills(4096, overrides=overrides)
-    assert len(fills.ask(prompt(1, 700), 448).device_indices) == 0 and not asked(overrides)
+    assert len(fills.ask(prompt(1, 700), 448).device_indices) == 0 and not asked(settings.overrides(overrides))
     assert not fills.pool.k_buffer[0].any()
     fills.check()
 
