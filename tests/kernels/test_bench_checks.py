@@ -308,11 +308,11 @@ def test_checks_are_in_the_tables_the_record_and_the_exit(monkeypatch: pytest.Mo
     assert [check["ok"] for check in record] == [True, False] and record[1]["seconds"] == 1.5
     assert result.problems == ["decode it, triton: no"]
 
-    from kvcq.cli.bench import command
+    from kvcq.cli.bench import kernels
 
     monkeypatch.setattr(run, "bench", lambda *_: result)
     with pytest.raises(EvaluationError, match="1 result is wrong or missing, first decode it, triton: no"):
-        command("kernels")
+        kernels()
 
 
 def test_checks_come_first_and_alone_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
