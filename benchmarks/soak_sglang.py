@@ -56,6 +56,14 @@ class Wrong(Exception):
     """An answer is not what it should be."""
 
 
+def lines_of(answer):
+    """Yield the lines of a stream; nothing but a newline ends one: text may hold what Unicode calls line ends too."""
+    rest = b""
+    for data in answer.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
 def loads(http):
     """Return requests and tokens of each scheduler: what neither the free list nor the tree holds is used."""
     return http.get("/v1/loads").raise_for_status().json()["loads"]
@@ -170,7 +178,7 @@ class Soak:
         last = None
         with http.stream("POST", "/generate", json=body | {"stream": True}) as answer:
             self.checked(answer)
-            for number, line in enumerate(line for line in answer.iter_lines() if line.startswith("data: {")):
+            for number, line in enumerate(line for line in lines_of(answer) if line.startswith(b"data: {")):
                 last = json.loads(line[6:])
                 if "error" in last:
                     raise Wrong(f"in a stream: {last['error']}")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from kvcq.artifacts.answer_log import AnswerLog
 from kvcq.errors import InputError, Interrupted, KvcqError
 from kvcq.evaluation.questions import Question
+from kvcq.pipeline.event_loop import run_async
 from kvcq.pipeline.progress import Reporter
 from kvcq.pipeline.server_client import Prompt, ServerClient, Wish
 from kvcq.spec.scores import Answer, Sampling
 
-Result = TypeVar("Result")
 CONTINUE = "answers so far are kept, run the same command with --resume"
 
 
@@ -173,38 +170,3 @@ def continued(log: AnswerLog, reporter: Reporter) -> Iterator[None]:
         raise
     finally:
         log.close()
-
-
-def run_async(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine to its end; a signal cancels it cleanly before its handler is called.
-
-    Raises:
-        Whatever the coroutine or the handler raises.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(work)
-    received: list[int] = []
-    # A handler that raises in the middle of the event loop could be swallowed by it.
-    handlers = {n: found for n in (signal.SIGINT, signal.SIGTERM) if callable(found := signal.getsignal(n))}
-
-    async def guarded() -> Result:
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-
-        def stop(number: int) -> None:
-            received.append(number)
-            task.cancel()
-
-        for number in handlers:
-            loop.add_signal_handler(number, stop, number)
-        return await task
-
-    try:
-        return asyncio.run(guarded())
-    except asyncio.CancelledError:
-        if not received:
-            raise
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    handlers[signal.Signals(received[0])](received[0], None)
-    raise KeyboardInterrupt

@@ -17,7 +17,8 @@ from kvcq.errors import InputError
 from kvcq.evaluation.questions import Question, load_questions
 from kvcq.evaluation.scoring.score import require_metrics
 from kvcq.evaluation.statistics import RESAMPLES
-from kvcq.pipeline.asking import all_jobs, continued, find_models, gather_answers, run_async
+from kvcq.pipeline.asking import all_jobs, continued, find_models, gather_answers
+from kvcq.pipeline.event_loop import run_async
 from kvcq.pipeline.judging import compare, judge, score_warnings, server_scores, task_files
 from kvcq.pipeline.output import exclusive
 from kvcq.pipeline.progress import SILENT, Reporter

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +89,13 @@ def test_a_profiler_that_does_not_start_or_end_costs_its_cell_only(run, monkeypa
         result, _ = run(way, cells=("1x256",), splits=("1x256",), prompts=("1x256",), kinds=())
         assert [row.kind for row in result.rows] == ["decode", "split", "prefill"]
         assert words in result.rows[1].problem and not result.rows[0].problem and not result.rows[2].problem, way
+
+
+def test_requests_that_fail_are_not_traced(run, monkeypatch):
+    monkeypatch.setattr(measure, "TRACE_SECONDS", 30.0)
+    begin = time.monotonic()
+    result, _ = run("late_error", splits=("2x256",), kinds=())
+    assert "2 of 2 requests failed" in result.rows[0].problem and time.monotonic() - begin < 25.0
 
 
 def test_a_server_that_fills_contexts_serves_nobody(tiny):
@@ -241,6 +249,40 @@ def test_an_output_is_replaced_only_if_asked(tmp_path):
 def test_nobody_listening_is_a_failure_of_requests():
     with pytest.raises(EvaluationError, match="2 of 2 requests failed"):
         send("http://127.0.0.1:9", [body([1, 2], 3)] * 2)
+
+
+SENDER = """
+import signal
+import sys
+from kvcq.cli.main import _on_signal
+from kvcq.errors import Interrupted
+from kvcq.pipeline.bench_serve.client import send
+from kvcq.pipeline.bench_serve.prompts import body
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, _on_signal)
+try:
+    print("sending", flush=True)
+    send(sys.argv[1], [body([1, 2], 3)])
+except Interrupted as stop:
+    sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_streams_run_ends_them_once(number):
+    with socket.socket() as listener:
+        # It takes the request and never answers.
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        own = [sys.executable, "-c", SENDER, f"http://127.0.0.1:{listener.getsockname()[1]}"]
+        with subprocess.Popen(own, cwd=ROOT, env=bare_environment(), stdout=subprocess.PIPE, text=True) as running:
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            for _ in range(2):
+                running.send_signal(number)
+                time.sleep(0.01)
+            assert running.wait(20) == 128 + number
+            connection.close()
 
 
 DRIVER = """

@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from kvcq.spec.plan import Windows
 HIT_SHARES = (0.0, 0.5, 1.0)
 PREFILL_OUTPUT, WARM_TOKENS, WARM_OUTPUT = 8, 9000, 8
 SPLIT_STEPS, TRACE_SECONDS, POLL_SECONDS = 24, 40.0, 0.5
-FLUSH_SECONDS = 30.0
+FLUSH_SECONDS, ANSWER_SECONDS = 30.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,12 @@ class _Meter:
                 found.append(await _profile(http, Path(folder)))
 
             bodies = self._bodies(cell, count, output)
-            lines = send(self._running.url, bodies, self._running.key, profile)
+            try:
+                lines = send(self._running.url, bodies, self._running.key, profile)
+            except EvaluationError:
+                # A profiler that goes on would slow every cell after this one.
+                self._post("/stop_profile", TRACE_SECONDS)
+                raise
         got = found[0]
         row = self._windowed("split", cell, count, output, lines)
         # The profiler's own cost is outside of the steps that it has traced, but inside the window.
@@ -177,19 +181,23 @@ class _Meter:
 
     def _flush(self) -> None:
         """Empty the radix tree; SGLang refuses as long as anything of the last cell goes on."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while (found := self._post("/flush_cache", ANSWER_SECONDS)) != 200:
+            if isinstance(found, str):
+                raise EvaluationError(f"no answer: {found}", where="/flush_cache")
+            if time.monotonic() > end:
+                raise EvaluationError(f"the cache is not flushed: HTTP {found}", where="/flush_cache")
+            time.sleep(POLL_SECONDS)
+
+    def _post(self, place: str, seconds: float) -> int | str:
+        """Return the status of an answer, or the kind of error where there is none."""
         key = self._running.key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        end = time.monotonic() + FLUSH_SECONDS
-        while True:
-            try:
-                answer = httpx2.post(f"{self._running.url}/flush_cache", headers=headers, timeout=60, trust_env=False)
-            except httpx2.HTTPError as error:
-                raise EvaluationError(f"no answer: {type(error).__name__}", where="/flush_cache") from None
-            if answer.status_code == 200:
-                return
-            if time.monotonic() > end:
-                raise EvaluationError(f"the cache is not flushed: HTTP {answer.status_code}", where="/flush_cache")
-            time.sleep(POLL_SECONDS)
+        try:
+            answer = httpx2.post(f"{self._running.url}{place}", headers=headers, timeout=seconds, trust_env=False)
+        except httpx2.HTTPError as error:
+            return type(error).__name__
+        return answer.status_code
 
     def _row(self, kind: str, cell: Cell, count: int, output: int) -> Row:
         return Row(kind, self._running.arm.name, cell.label, count, cell.input, output)
@@ -264,7 +272,5 @@ async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
                 continue
             return split(events, SPLIT_STEPS)
         await asyncio.sleep(POLL_SECONDS)
-    # A profiler that goes on would slow every cell after this one.
-    with suppress(httpx2.HTTPError):
-        await http.post("/stop_profile", timeout=TRACE_SECONDS)
-    raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile")
+    # Its last step may have been beyond the end of the requests.
+    raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile", fix="raise --output")

@@ -255,14 +255,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         output, interval = params["max_new_tokens"], params["stream_interval"]
-        if WAY == "stream_error":
+        if WAY == "stream_error" or (WAY == "late_error" and output > 8):
             self.wfile.write(b'data: {"error": {"message": "boom"}}\n\ndata: [DONE]\n\n')
             return
         for count in range(1, output + 1):
             time.sleep(STEP_SECONDS)
             if count == output or interval == 1 or count % interval == 1:
-                event = {"text": "a" * count, "meta_info": meta | {"completion_tokens": count}}
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                # As SGLang writes it: what Unicode calls ends of lines is not escaped.
+                event = {"text": "a\u2028\x85" * count, "meta_info": meta | {"completion_tokens": count}}
+                self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
                 self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -276,6 +277,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         body = json.loads(data)
         ASKED["generate"] += 1
+        if WAY == "dies_measuring" and ASKED["generate"] > 1:
+            print("torch.AcceleratorError: an illegal memory access", flush=True)
+            end(7)
         if (key := FLAGS.get("--api-key")) and self.headers.get("Authorization") != f"Bearer {key}":
             self.answer({"error": "Unauthorized"}, 401)
             return
