@@ -47,7 +47,10 @@ def command(
     max_running: Annotated[int, typer.Option(help="Requests that a server runs at once.", min=1)] = 128,
     max_context: Annotated[str | None, typer.Option(help="Most tokens of a request, e.g. 100k.")] = None,
     dtype: Annotated[str, typer.Option(help="auto or bfloat16.")] = "auto",
-    bandwidth: Annotated[float, typer.Option(help="Read rate of the memory for the bounds, GB/s.")] = 4500.0,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Read rate of a GPU's memory for the bounds, GB/s; that of an H200 if left out."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file, written anew after every cell.")] = None,
     charts: Annotated[Path | None, typer.Option(help="Folder for SVG files.")] = None,
     force: Force = False,
@@ -63,7 +66,7 @@ def command(
 
     Example: kvcq bench serve --synthetic qwen3-8b --layers 12 --cells 1x90k,4x90k,fullx30k --filled --out serve.json
     """
-    from kvcq.pipeline.bench_serve.request import ServeBenchRequest
+    from kvcq.pipeline.bench_serve.request import BANDWIDTH, ServeBenchRequest
     from kvcq.pipeline.bench_serve.run import bench_serve
 
     request = ServeBenchRequest(
@@ -86,7 +89,7 @@ def command(
         max_context=None if max_context is None else parse_length(max_context, "--max-context"),
         dtype=dtype,
         arguments=tuple(arguments or ()),
-        bandwidth=bandwidth,
+        bandwidth=BANDWIDTH if bandwidth is None else bandwidth,
         out=out,
         charts=charts,
         force=force,

@@ -133,7 +133,7 @@ def config_geometry(config: dict[str, Any]) -> ModelGeometry:
 
 
 def step_weights(config: dict[str, Any]) -> int | None:
-    """Return the bytes of BF16 weights that a decode step reads; None for a model that is not plain and dense.
+    """Return the bytes of BF16 weights that a decode step reads; None for a model that is not plain, dense and BF16.
 
     All matrices of the layers and the output head; of the embedding a step reads single rows.
     """
@@ -141,6 +141,8 @@ def step_weights(config: dict[str, Any]) -> int | None:
     if any(not isinstance(config.get(name), int) for name in names):
         return None
     if any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")):
+        return None
+    if config.get("quantization_config"):
         return None
     hidden, inner, heads, layers, vocabulary = (int(config[name]) for name in names)
     d = config.get("head_dim") or hidden // heads

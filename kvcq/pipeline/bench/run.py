@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
-from pathlib import Path
 
-from kvcq.artifacts.disk import disk_errors
 from kvcq.errors import InputError, UnavailableError, UnsupportedError
 from kvcq.kernels.select import LOWEST_CAPABILITY
 from kvcq.pipeline.bench.check_cases import CASES
 from kvcq.pipeline.bench.layers import CODECS
+from kvcq.pipeline.bench.record import check_out, save_record, try_place
 from kvcq.pipeline.bench.result import BenchResult
 from kvcq.pipeline.bench.shapes import OPS, Shape, cases, layers_for, parse_shapes
 from kvcq.pipeline.progress import SILENT, Reporter
@@ -39,12 +37,12 @@ def bench(request: BenchRequest, reporter: Reporter = SILENT) -> BenchResult:
         return BenchResult(plan=[*checks, *(_line(op, shape) for op, shape in plan)])
     check_device()
     if request.out is not None:
-        _check_place(request.out)
+        try_place(request.out)
     from kvcq.pipeline.bench.measure import measure
 
     result = measure(request, plan, reporter)
     if request.out is not None:
-        _save(result, request.out)
+        save_record({**result.payload(), "kvcq": installed("kvcq")}, request.out)
     return result
 
 
@@ -86,12 +84,7 @@ def _check(request: BenchRequest) -> None:
             raise InputError(f"{codec!r} is no codec", where="--codecs", fix=f"use {', '.join(CODECS)}")
     if request.repeats < 1:
         raise InputError(f"{request.repeats} repeats", where="--repeats", fix="use 1 or more")
-    out = request.out
-    if out is not None:
-        if out.suffix != ".json":
-            raise InputError(f"{out.name} does not end in .json", where="--out", fix="name it FILE.json")
-        if out.exists() and not (request.force and out.is_file()):
-            raise InputError("the output exists", where=out, fix="choose another path, or replace it: --force")
+    check_out(request.out, request.force)
 
 
 def _line(op: str, shape: Shape) -> str:
@@ -101,28 +94,3 @@ def _line(op: str, shape: Shape) -> str:
         f"{op} {shape.label}: d {shape.d}, heads {shape.q_heads}/{shape.heads}, {size(coded)} a layer with windows "
         f"({size(exact)} in BF16)" + (f", {layers} layers" if layers > 1 else "")
     )
-
-
-def _check_place(out: Path) -> None:
-    """Find out before minutes of measuring that the record could not be written."""
-    staging = _staging(out)
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staging.touch()
-        staging.unlink()
-
-
-def _staging(out: Path) -> Path:
-    return out.with_name(f".{out.name}.staging")
-
-
-def _save(result: BenchResult, out: Path) -> None:
-    text = json.dumps({**result.payload(), "kvcq": installed("kvcq")}, indent=1, sort_keys=True) + "\n"
-    staging = _staging(out)
-    with disk_errors(out):
-        try:
-            staging.write_text(text, encoding="utf-8")
-            staging.replace(out)
-        except OSError:
-            staging.unlink(missing_ok=True)
-            raise

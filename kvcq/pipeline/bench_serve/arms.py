@@ -19,6 +19,7 @@ from kvcq.pipeline.sglang.arguments import OVERRIDES, Given, flag, read_given
 from kvcq.pipeline.sglang.child import Child
 from kvcq.pipeline.sglang.client import Client
 from kvcq.pipeline.sglang.machine import Machine
+from kvcq.pipeline.sglang.memory import FRACTION, USUAL_FRACTION
 from kvcq.pipeline.sglang.proof import check_after
 from kvcq.pipeline.sglang.request import SglangRequest
 from kvcq.pipeline.sglang.running import Start, watch
@@ -53,7 +54,7 @@ class Running:
     Attributes:
         arm: Which one.
         url: Where.
-        key: Bearer token.
+        key: Bearer token; None: it wants none.
         capacity: Tokens of its pool.
         most: Requests that it runs at once.
         cell: Bytes of a token in its pages, all ranks; None where not known.
@@ -96,6 +97,9 @@ def arguments(request: ServeBenchRequest, subject: Subject) -> tuple[str, ...]:
     """Return the flags of SGLang that every arm gets: the user's, and what a benchmark needs besides."""
     given = read_given(request.arguments)
     found = [*subject.flags]
+    if FRACTION not in given.values:
+        # SGLang's own choice differs from backend to backend, and pools are compared.
+        found += [flag(FRACTION), str(USUAL_FRACTION)]
     if not any(name.startswith(SIZES) for name in given.values):
         # A batch beyond the largest graph would be launched kernel by kernel.
         found += [flag(GRAPHS), str(request.max_running)]
@@ -107,7 +111,7 @@ def arguments(request: ServeBenchRequest, subject: Subject) -> tuple[str, ...]:
 def plain_command(arm: Arm, request: ServeBenchRequest, subject: Subject, given: Given, port: int) -> tuple[str, ...]:
     """Return the command of a BF16 server: SGLang as it is, with the memory and the requests of the others."""
     options: dict[str, str | None] = {
-        "model_path": subject.model,
+        "model_path": subject.location,
         "host": HOST,
         "port": str(port),
         "context_length": None if request.max_context is None else str(request.max_context),
@@ -126,6 +130,7 @@ def _run_plain(arm: Arm, request: ServeBenchRequest, subject: Subject, measure: 
     def ready(child: Child, client: Client, stop: Callable[[float], None], seconds: float) -> None:
         record = check_plain(client.info(), arm) | {"seconds": round(seconds, 1)}
         measure(Running(arm, client.url, given.key, record["capacity"], record["most"], subject.bf16_cell, record))
+        check_plain(client.info(), arm)
         stop(0.0)
 
     command = plain_command(arm, request, subject, given, port)

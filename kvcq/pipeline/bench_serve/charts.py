@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcq.artifacts.disk import disk_errors
+from kvcq.errors import InputError
+from kvcq.pipeline.bench.record import refuse_existing, save_text
 from kvcq.pipeline.bench_serve.result import ServeBenchResult
 from kvcq.pipeline.bench_serve.rows import Row
 from kvcq.reports.lines import Place, Series, fitting_axis, line_chart
@@ -27,12 +29,29 @@ def write_charts(result: ServeBenchResult, folder: Path) -> list[Path]:
     written = []
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for kind in DRAWN:
-            if drawing := draw_kind(result, kind):
-                path = folder / f"{kind}.svg"
-                path.write_text(drawing, encoding="utf-8")
-                written.append(path)
+    for kind in DRAWN:
+        if drawing := draw_kind(result, kind):
+            path = chart_path(folder, kind)
+            save_text(drawing, path)
+            written.append(path)
     return written
+
+
+def check_charts(folder: Path, force: bool) -> None:
+    """Refuse a folder in which a drawing is that may not be replaced.
+
+    Raises:
+        InputError: names the drawing.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError("not a folder", where=f"--charts {folder}", fix="name a folder")
+    for kind in DRAWN:
+        refuse_existing(chart_path(folder, kind), force)
+
+
+def chart_path(folder: Path, kind: str) -> Path:
+    """Return where the drawing of a kind of cells is."""
+    return folder / f"{kind}.svg"
 
 
 def draw_kind(result: ServeBenchResult, kind: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +10,18 @@ from typing import Any
 from kvcq.artifacts.bundle import Bundle
 from kvcq.artifacts.verify import read_any
 from kvcq.errors import InputError
+from kvcq.models.load import model_location
 from kvcq.models.outline import load_outline
+from kvcq.models.source import ModelSource, resolve_source
 from kvcq.models.weightless import LOAD_FORMAT, config_geometry, shape_config, step_weights, write_model
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.synthetic import write_synthetic
-from kvcq.pipeline.progress import Reporter
+from kvcq.pipeline.progress import SILENT, Reporter
+from kvcq.pipeline.sglang.arguments import read_given
+from kvcq.pipeline.sglang.stated import read_config
 from kvcq.reports.text import plural
 from kvcq.runtime.layout import kv_bytes_per_token
 from kvcq.spec.plan import Windows
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Subject:
     """What all arms serve.
 
     Attributes:
-        model: What loads it.
+        model: As it was named.
+        location: What SGLang loads: a folder, or a hub id.
         label: What it is called in tables.
         bundles: By the name of their arm.
         flags: That its weights need, if they are random ones.
@@ -36,6 +38,7 @@ class Subject:
     """
 
     model: str
+    location: str
     label: str
     bundles: dict[str, tuple[Path, Bundle]]
     flags: tuple[str, ...] = ()
@@ -91,9 +94,42 @@ def make_subject(request: ServeBenchRequest, folder: Path, reporter: Reporter) -
         if name in bundles:
             raise InputError(f"two bundles are called {name}", where="--bundle", fix="rename one")
         bundles[name] = path, found
-    config = Path(request.model) / CONFIG
-    plain = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return Subject(request.model, Path(request.model).name, bundles, config=plain)
+    source, location = find_model(request.model, reporter)
+    config = _config(source, location)
+    overrides = read_given(request.arguments).overrides
+    return Subject(request.model, location, source.label, bundles, config={**config, **overrides} if config else {})
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that is none, as far as that is known without loading or fetching anything.
+
+    Raises:
+        InputError: see `kvcq.models.source.resolve_source`; a folder without a configuration that can be read.
+    """
+    source = resolve_source(name)
+    if source.kind == "folder":
+        _config(source, model_location(source, None, SILENT.note))
+
+
+def find_model(name: str, reporter: Reporter) -> tuple[ModelSource, str]:
+    """Return where a model comes from and what SGLang loads; what kvcq converts, or fetches, is in its cache then.
+
+    Raises:
+        InputError: no such model, or a damaged file.
+        UnavailableError: a builtin model, offline.
+    """
+    source = resolve_source(name)
+    return source, model_location(source, None, reporter.note)
+
+
+def _config(source: ModelSource, location: str) -> dict[str, Any]:
+    """Return the configuration of a folder, empty for a hub id."""
+    if source.kind == "hub":
+        return {}
+    config = read_config(ModelSource("folder", location))
+    if not config:
+        raise InputError("config.json cannot be read", where=source.label, fix="fetch the model again")
+    return config
 
 
 def _synthetic(request: ServeBenchRequest, folder: Path, reporter: Reporter) -> Subject:
@@ -112,4 +148,6 @@ def _synthetic(request: ServeBenchRequest, folder: Path, reporter: Reporter) -> 
             raise InputError("not a bundle", where=path)
         bundles[kind] = path, bundle
     layers = len(geometry.layers)
-    return Subject(str(model), f"{name}, {plural(layers, 'layer')}, random weights", bundles, LOAD_FORMAT, config)
+    return Subject(
+        str(model), str(model), f"{name}, {plural(layers, 'layer')}, random weights", bundles, LOAD_FORMAT, config
+    )

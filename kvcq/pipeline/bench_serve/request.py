@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvcq.pipeline.requests import Request
 
+# Read rate of an H200, GB/s.
 BANDWIDTH = 4500.0
 
 
@@ -34,10 +35,12 @@ class ServeBenchRequest(Request):
         max_context: Most tokens of a request; None: the model's context.
         dtype: ``auto`` or ``bfloat16``.
         arguments: Flags for SGLang, for every arm.
-        bandwidth: Of the memory, GB/s, for the rooflines.
-        start_seconds: Longest time until a server answers.
+        bandwidth: Of the memory of one GPU, GB/s, for the rooflines.
+        start_seconds: Longest time until a server answers, in seconds.
         out: JSON file, written anew after every cell.
         charts: Folder for SVG files.
+        force: Replace an existing record, and existing drawings.
+        dry_run: Say what would be measured, and start nothing.
     """
 
     model: str | None = None

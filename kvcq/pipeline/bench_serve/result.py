@@ -27,6 +27,7 @@ _STEP: tuple[Column, ...] = (
     ("step, ms", lambda row: row.step_ms),
     ("bound, ms", lambda row: row.bound_ms),
     ("bound / step", lambda row: bound_share(row)),
+    ("window, s", lambda row: row.window_s),
 )
 _ITL: tuple[Column, ...] = (("ITL, ms", lambda row: row.itl_ms), ("p99", lambda row: row.itl_p99_ms))
 _TTFT: tuple[Column, ...] = (("TTFT, ms", lambda row: row.ttft_ms), ("p99", lambda row: row.ttft_p99_ms))
@@ -40,6 +41,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("at once", lambda row: row.running and str(row.running)),
         ("tokens/s", lambda row: row.tokens_per_s),
         ("step, ms", lambda row: row.step_ms),
+        ("window, s", lambda row: row.window_s),
     ),
     "split": (
         *_CELL,
@@ -52,7 +54,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """What the server of an arm said, or why there is none."""
+    """What the server of an arm said, or why there is none.
+
+    Attributes:
+        name: ``bf16-triton`` or the name of a bundle.
+        backend: SGLang's attention backend.
+        capacity: Tokens of its pool.
+        most: Requests that it runs at once.
+        cell: Bytes of a token in its pages, all ranks; None where not known.
+        record: What it said of itself.
+        problem: Why it did not start, or ended before its cells did.
+    """
 
     name: str
     backend: str
@@ -74,6 +86,7 @@ class ServeBenchResult:
         arms: In the order in which they ran.
         rows: In the order of measuring.
         seconds: Of the whole run.
+        problems: What could not be kept, and why.
         plan: Lines of a dry run, instead of all that.
     """
 
@@ -83,13 +96,14 @@ class ServeBenchResult:
     arms: list[ArmRecord] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
 
     @property
     def failed(self) -> list[str]:
-        """What has no figure, in one line each."""
+        """What has no figure, or is not kept, in one line each."""
         arms = [f"{arm.name}: {arm.problem}" for arm in self.arms if arm.problem is not None]
-        return arms + [row.line() for row in self.rows if row.problem and value(row) is None]
+        return arms + [row.line() for row in self.rows if row.problem and value(row) is None] + self.problems
 
     def same(self, row: Row) -> list[Row]:
         """Return the rows of every arm in the cell of a row."""
@@ -132,6 +146,7 @@ class ServeBenchResult:
                 lines += [f"{title}:", "", *self._table(kind, rows), ""]
         lines += [f"- {visible(f'{arm.name}: {arm.problem}')}" for arm in self.arms if arm.problem]
         lines += [f"- {visible(row.line())}" for row in self.rows if row.problem]
+        lines += [f"- {visible(problem)}" for problem in self.problems]
         return "\n".join([*lines, f"- {self.seconds:.0f} s in all"])
 
     def payload(self) -> dict[str, Any]:

@@ -23,12 +23,13 @@ def cache_bytes(length: int, bf16_cell: int, cell: int | None = None, windows: W
     return exact * bf16_cell + (length - exact) * cell
 
 
-def make_bound(subject: Subject, bandwidth: float) -> Bound:
+def make_bound(subject: Subject, bandwidth: float, ranks: int = 1) -> Bound:
     """Return the bound of a step: ms for so many requests of so many tokens; None where bytes are not known.
 
     Args:
         subject: What is served.
-        bandwidth: GB/s.
+        bandwidth: GB/s of one GPU.
+        ranks: GPUs that share the weights and the cache.
     """
 
     def bound(running: Running, requests: int, length: int) -> float | None:
@@ -38,6 +39,6 @@ def make_bound(subject: Subject, bandwidth: float) -> Bound:
         cell = windows = None
         if running.arm.bundle is not None:
             cell, windows = running.cell, subject.bundles[running.arm.bundle][1].manifest.recipe.windows
-        return (weights + requests * cache_bytes(length, bf16_cell, cell, windows)) / bandwidth / 1e6
+        return (weights + requests * cache_bytes(length, bf16_cell, cell, windows)) / ranks / bandwidth / 1e6
 
     return bound

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 
-from kvcq.artifacts.disk import disk_errors
-from kvcq.errors import InputError, KvcqError
+from kvcq.errors import InputError, Interrupted, KvcqError
 from kvcq.models.weightless import shape_config
+from kvcq.pipeline.bench.record import check_out, save_record, try_place
 from kvcq.pipeline.bench_serve.arms import Running, arguments, arms_of, run_arm
 from kvcq.pipeline.bench_serve.cells import parse_cells
-from kvcq.pipeline.bench_serve.charts import write_charts
+from kvcq.pipeline.bench_serve.charts import DRAWN, chart_path, check_charts, write_charts
 from kvcq.pipeline.bench_serve.measure import Plan, measure_arm
-from kvcq.pipeline.bench_serve.model import Subject, make_subject
+from kvcq.pipeline.bench_serve.model import Subject, check_model, make_subject
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
-from kvcq.pipeline.bench_serve.result import ArmRecord, ServeBenchResult
+from kvcq.pipeline.bench_serve.result import BF16, ArmRecord, ServeBenchResult
 from kvcq.pipeline.bench_serve.roofline import make_bound
 from kvcq.pipeline.bench_serve.synthetic import KINDS
 from kvcq.pipeline.progress import SILENT, Reporter
-from kvcq.pipeline.sglang.arguments import read_given
+from kvcq.pipeline.sglang.arguments import masked, read_given
 from kvcq.pipeline.sglang.machine import Machine, check_gpus, this_machine
 from kvcq.pipeline.versions import installed
 from kvcq.reports.text import plural
 
 VERSIONS = ("kvcq", "torch", "triton", "flashinfer-python")
+COMMAND, DTYPES = "kvcq bench serve", ("auto", "bfloat16")
+# Options by the field of SGLang that they set.
+OWN = {
+    "model_path": "--model",
+    "context_length": "--max-context",
+    "max_running_requests": "--max-running",
+    "dtype": "--dtype",
+}
 
 
 def bench_serve(
@@ -53,17 +63,20 @@ def bench_serve(
     if request.dry_run:
         return ServeBenchResult(plan=_dry(request, plan))
     machine = machine or this_machine()
-    check_gpus(machine, read_given(request.arguments).number("tp_size", 1))
+    ranks = read_given(request.arguments).number("tp_size", 1)
+    check_gpus(machine, ranks)
+    _try_places(request)
     with tempfile.TemporaryDirectory(prefix="kvcq-bench-") as folder:
         subject = make_subject(request, Path(folder), reporter)
         result = ServeBenchResult(_machine(machine), _told(request, subject), _settings(request, subject))
         plan = replace(plan, recent=subject.recent)
-        bound = make_bound(subject, request.bandwidth)
+        bound = make_bound(subject, request.bandwidth, ranks)
 
         def keep() -> None:
             result.seconds = time.monotonic() - begin
             if request.out is not None:
-                _save(result, request.out)
+                with _lenient(result, "--out", reporter):
+                    save_record(result.payload(), request.out)
 
         for arm in arms_of(request, subject):
 
@@ -86,7 +99,8 @@ def bench_serve(
 
             problem = None
             try:
-                run_arm(arm, request, subject, machine, measure, reporter)
+                with _saying_what_is_kept(result, request.out):
+                    run_arm(arm, request, subject, machine, measure, reporter)
             except KvcqError as error:
                 problem = str(error)
             if problem is not None:
@@ -94,8 +108,41 @@ def bench_serve(
                 _record(result, ArmRecord(arm.name, arm.backend, problem=problem))
             keep()
     if request.charts is not None:
-        write_charts(result, request.charts)
+        with _lenient(result, "--charts", reporter):
+            write_charts(result, request.charts)
     return result
+
+
+@contextmanager
+def _lenient(result: ServeBenchResult, flag: str, reporter: Reporter) -> Iterator[None]:
+    """Let what cannot be written any more cost nothing that was measured; the result says so once."""
+    try:
+        yield
+    except KvcqError as error:
+        problem = f"{flag}: {error}"
+        if problem not in result.problems:
+            result.problems.append(problem)
+            reporter.warn(problem)
+
+
+@contextmanager
+def _saying_what_is_kept(result: ServeBenchResult, out: Path | None) -> Iterator[None]:
+    """Let an end by a signal say where the rows are that were measured before it."""
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted) as stop:
+        measured = plural(len(result.rows), "figure")
+        stop.add_note(f"without --out {measured} are lost" if out is None else f"{measured} are in {out}")
+        raise
+
+
+def _try_places(request: ServeBenchRequest) -> None:
+    """Find out before the first server that figures could not be kept."""
+    if request.out is not None:
+        try_place(request.out)
+    if request.charts is not None:
+        for kind in DRAWN:
+            try_place(chart_path(request.charts, kind))
 
 
 def _record(result: ServeBenchResult, failed: ArmRecord) -> None:
@@ -133,6 +180,8 @@ def _check(request: ServeBenchRequest) -> None:
     """Refuse before servers are started what could not be measured or kept."""
     if (request.model is None) == (request.synthetic is None):
         raise InputError("name a model or a shape, not both", where="--model", fix="or --synthetic qwen3-8b")
+    if request.model is not None:
+        check_model(request.model)
     if request.synthetic is None:
         if request.layers is not None:
             raise InputError("only a synthetic model has other layers", where="--layers", fix="leave it out")
@@ -143,6 +192,14 @@ def _check(request: ServeBenchRequest) -> None:
     for kind in request.kinds:
         if kind not in KINDS:
             raise InputError(f"{kind!r} is no kind", where="--kinds", fix=f"use {', '.join(KINDS)}")
+    for flag, names in (("--bf16", request.bf16), ("--kinds", request.kinds)):
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise InputError(f"{twice[0]} is named twice", where=flag, fix="name it once")
+    for path in request.bundles:
+        if path.stem.startswith(BF16):
+            raise InputError(f"{path.stem} would be taken for BF16", where="--bundle", fix="rename the bundle")
+    if request.dtype not in DTYPES:
+        raise InputError(f"{request.dtype!r} is not served", where="--dtype", fix=f"use {' or '.join(DTYPES)}")
     if not request.bf16 and not request.bundles and not (request.synthetic and request.kinds):
         raise InputError("no arm", where="--bf16", fix="use triton,flashinfer, or name bundles")
     for flag, number in (
@@ -152,17 +209,14 @@ def _check(request: ServeBenchRequest) -> None:
     ):
         if number < 1:
             raise InputError(f"{number} is too few", where=flag, fix="use 1 or more")
-    if request.bandwidth <= 0:
+    if not (isfinite(request.bandwidth) and request.bandwidth > 0):
         raise InputError(f"{request.bandwidth:g} GB/s", where="--bandwidth", fix="use the read rate of the memory")
-    given = read_given(request.arguments)
+    given = read_given(request.arguments, COMMAND, OWN)
     if "load_format" in given.values and request.synthetic is not None:
         raise InputError("--load-format is set by --synthetic", where="--load-format", fix="leave it out")
-    out = request.out
-    if out is not None:
-        if out.suffix != ".json":
-            raise InputError(f"{out.name} does not end in .json", where="--out", fix="name it FILE.json")
-        if out.exists() and not (request.force and out.is_file()):
-            raise InputError("the output exists", where=out, fix="choose another path, or replace it: --force")
+    check_out(request.out, request.force)
+    if request.charts is not None:
+        check_charts(request.charts, request.force)
 
 
 def _dry(request: ServeBenchRequest, plan: Plan) -> list[str]:
@@ -196,17 +250,5 @@ def _settings(request: ServeBenchRequest, subject: Subject) -> dict[str, object]
     plain = asdict(request)
     for name in ("out", "charts", "force", "dry_run", "model", "bundles"):
         del plain[name]
-    return plain | {"flags": list(arguments(request, subject))}
-
-
-def _save(result: ServeBenchResult, out: Path) -> None:
-    text = json.dumps(result.payload(), indent=1, sort_keys=True) + "\n"
-    staging = out.with_name(f".{out.name}.staging")
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            staging.write_text(text, encoding="utf-8")
-            staging.replace(out)
-        except OSError:
-            staging.unlink(missing_ok=True)
-            raise
+    # Records are passed on: no key is in them.
+    return plain | {"arguments": masked(request.arguments), "flags": masked(arguments(request, subject))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ ALIASES = {
     "pipeline_parallel_size": "pp_size",
     "pp": "pp_size",
 }
+SERVE = "kvcq serve"
 # What kvcq serve has options of its own for.
 OWN = {
     "model_path": "--model",
@@ -61,7 +63,10 @@ MANY = {
     "tokenizer_worker_num": "its processes would answer before the proof",
 }
 
-
+# Whose values are in no record.
+KEYS = ("--api-key", "--admin-api-key")
+SECRET = re.compile(r"--(?:.*[-_])?(?:key|password|secret|token)")
+HIDDEN = "***"
 # What chooses a kind of prefill graphs; none of them was ever run with 2-bit pages, so they are off otherwise.
 GRAPHS = ("cuda_graph_backend_prefill", "enable_breakable_cuda_graph", "enforce_piecewise_cuda_graph")
 
@@ -101,15 +106,34 @@ class Given:
         return value
 
 
+def masked(tokens: Sequence[str]) -> list[str]:
+    """Return flags as they may be written down: keys, passwords and tokens are not shown."""
+    found, secret = [], False
+    for token in tokens:
+        if token.startswith("--"):
+            name, equals, _ = token.partition("=")
+            # The parser of SGLang takes the beginning of a flag for all of it.
+            secret = SECRET.fullmatch(name) is not None or any(known.startswith(name) for known in KEYS)
+            found.append(f"{name}={HIDDEN}" if secret and equals else token)
+        else:
+            found.append(HIDDEN if secret else token)
+    return found
+
+
 def flag(name: str) -> str:
     """Return the flag of a field of ``ServerArgs``."""
     return "--" + name.replace("_", "-")
 
 
-def read_given(tokens: Sequence[str]) -> Given:
+def read_given(tokens: Sequence[str], command: str = SERVE, own: Mapping[str, str] = OWN) -> Given:
     """Read what a user has added, and refuse what kvcq sets itself or what makes the proof impossible.
 
     SGLang parses it again with its own types; the plugin refuses there what no list here knows of.
+
+    Args:
+        tokens: As given.
+        command: That they were given to.
+        own: Its own options by the field that they set.
 
     Raises:
         InputError: not a flag, or one that contradicts.
@@ -127,7 +151,7 @@ def read_given(tokens: Sequence[str]) -> Given:
         else:
             values[name] = _joined(values[name], _value(token))
     given = Given(tuple(tokens), values)
-    _refuse(given)
+    _refuse(given, command, own)
     return given
 
 
@@ -186,10 +210,11 @@ def _joined(before: Any, value: Any) -> Any:
     return (*before, value) if isinstance(before, tuple) else (before, value)
 
 
-def _refuse(given: Given) -> None:
+def _refuse(given: Given, command: str, own: Mapping[str, str]) -> None:
     for name, value in given.values.items():
         if name in OWN:
-            raise InputError(f"{flag(name)} is set by kvcq serve", where="--", fix=f"use {OWN[name]}, before --")
+            fix = f"use {own[name]}, before --" if name in own else "leave it out"
+            raise InputError(f"{flag(name)} is set by {command}", where="--", fix=fix)
         if name in UNPROVABLE:
             raise InputError(f"{flag(name)} is not possible: {UNPROVABLE[name]}", where=flag(name), fix="leave it out")
         if name in SET and str(value) != SET[name]:
@@ -201,7 +226,7 @@ def _refuse(given: Given) -> None:
         if name in MANY and value != 1:
             raise InputError(f"{flag(name)} {shown(value)} is not possible: {MANY[name]}", where=flag(name))
     if BACKEND in given.overrides:
-        raise InputError(f"the key {BACKEND} is set by kvcq serve", where=OVERRIDES, fix="leave it out")
+        raise InputError(f"the key {BACKEND} is set by {command}", where=OVERRIDES, fix="leave it out")
 
 
 def _overrides(text: Any) -> dict[str, Any]:

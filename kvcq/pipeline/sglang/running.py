@@ -27,6 +27,8 @@ from kvcq.reports.text import plural, ranges, size
 
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0
+# Where a failure may be that of a connection, and may not.
+BROKEN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
         Its exit code, 0 after it was asked to end.
 
     Raises:
-        KvcqError: it ended before it was ready, or `when_up` raised it.
+        KvcqError: it ended before it was ready, or `when_up` raised it; where a request failed because the server has
+            ended, the error says why it has.
         Interrupted: a signal.
     """
     reporter.stage("starting SGLang")
@@ -187,14 +190,20 @@ def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
             with Client(start.host, start.port, start.key, start.token) as client:
                 if not client.wait(lambda: child.ended() is None, start.seconds):
                     _not_up(child, start.seconds)
-                when_up(child, client, stop, time.monotonic() - started)
+                try:
+                    when_up(child, client, stop, time.monotonic() - started)
+                except EvaluationError as error:
+                    # A broken connection is seen before the end that broke it.
+                    code = child.wait(END_SECONDS if isinstance(error, NoAnswer) else BROKEN_SECONDS)
+                    if code is None or stopped.is_set():
+                        raise
+                    raise EvaluationError(_end(child, code), where="sglang", fix="see its lines above") from None
             while (ended := child.wait(POLL_SECONDS)) is None:
                 pass
             if stopped.is_set():
                 return 0
             if ended:
-                reason = child.reason()
-                reporter.warn(f"SGLang ended with exit code {ended}" + (f": {reason}" if reason else ""))
+                reporter.warn(_end(child, ended))
             return ended
         except Interrupted as error:
             if start.grace:
@@ -204,6 +213,11 @@ def watch(start: Start, when_up: WhenUp, reporter: Reporter) -> int:
             raise
         finally:
             child.kill()
+
+
+def _end(child: Child, code: int) -> str:
+    reason = child.reason()
+    return f"SGLang ended with exit code {code}" + (f": {reason}" if reason else "")
 
 
 def _not_up(child: Child, seconds: float) -> NoReturn:

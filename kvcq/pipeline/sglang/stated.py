@@ -57,7 +57,7 @@ def check_stated(source: ModelSource, overrides: Mapping[str, Any], bundle: Bund
     Raises:
         MismatchError: another model; names the field and both numbers.
     """
-    config = {**_read(source), **overrides}
+    config = {**read_config(source), **overrides}
     text = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), config)
     manifest = bundle.manifest
     geometry, identity = manifest.geometry, manifest.identity
@@ -82,7 +82,7 @@ def stated_facts(source: ModelSource, overrides: Mapping[str, Any]) -> ModelFact
 
     Of the facts, numbers of heads and channels may still be another type's defaults.
     """
-    config = _read(source)
+    config = read_config(source)
     if not config:
         return None
     try:
@@ -93,7 +93,7 @@ def stated_facts(source: ModelSource, overrides: Mapping[str, Any]) -> ModelFact
     return replace(facts, traits=facts.traits - UNSURE)
 
 
-def _read(source: ModelSource) -> dict[str, Any]:
+def read_config(source: ModelSource) -> dict[str, Any]:
     """Return the configuration; a file that is none is told by the library that reads it for good."""
     if source.kind != "folder":
         return {}
