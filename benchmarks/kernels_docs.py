@@ -86,7 +86,8 @@ def chunks(run, op, title):
             row = run.of(op, shape, codec).get(kernel)
             share = "" if row is None else f"{us(row['us'])} ({row['us'] / best['us']:.1%})"
             if op == "extend" and row is not None:
-                share = f"{us(row['us'])} ({row['us'] / flash['us']:.2f} / {row['us'] / best['us']:.2f})"
+                by_flash = f"{row['us'] / flash['us']:.2f}" if flash else "-"
+                share = f"{us(row['us'])} ({by_flash} / {row['us'] / best['us']:.2f})"
             line.append(share)
         rows.append(line)
     keep = [0, 1, 2, *(3 + i for i in range(4) if any(row[3 + i] for row in rows))]
@@ -97,7 +98,10 @@ def spreads(run, wanted):
     """Print lowest and highest of the replays."""
     rows = []
     for name, op, shape, codec, kernel in wanted:
-        row = run.best(op, shape) if kernel is None else run.of(op, shape, codec)[kernel]
+        row = run.best(op, shape) if kernel is None else run.of(op, shape, codec).get(kernel)
+        if row is None:
+            # Torch may have no such kernel for the shape.
+            continue
         label = f"{name} ({row['kernel']})" if kernel is None else name
         rows.append([label, us(row["us"]), f"{us(row['low'])} .. {us(row['high'])}"])
     table(["figure", "median", "low .. high"], rows)

@@ -1,7 +1,7 @@
 """SGLang with bundles beside BF16, and on demand beside the figures that it is built for.
 
-Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--charts DIR] [--targets] [--layers N]
-           [-- flags for SGLang]
+Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--charts DIR] [--force] [--targets]
+           [--layers N] [-- flags for SGLang]
        python benchmarks/serve.py --read serve.json [more.json ...]
 
 Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
@@ -13,8 +13,8 @@ Runs `kvcq bench serve` with cells that belong together; each is meant to take l
 
 `--read` prints the tables and targets of runs that are over, or were cut short. `--targets` prints those of a run: they
 hold for one H200 and the shape of Qwen3-8B with all its layers, unless they name another. Ends with 1 if something
-failed or, with --targets or --read, a figure is missed. SIGTERM ends a run in order: its server does not outlive it,
-and what it has measured is in --out.
+failed or, with --targets or --read, a figure is missed. Ctrl-C and SIGTERM end a run in order: its server does not
+outlive it, and what it has measured is in --out, for --read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from typing import Any, NoReturn
 
 from kvcq import ServeBenchRequest, bench_serve
 from kvcq.cli.console import Console
-from kvcq.errors import Interrupted
+from kvcq.cli.main import explain
+from kvcq.errors import Interrupted, KvcqError
 from kvcq.pipeline.bench_serve.result import BF16, ArmRecord, ServeBenchResult
 from kvcq.pipeline.bench_serve.rows import Row
 
+KINDS = ("cells", "splits", "prompts", "hits", "jobs")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Each is meant for one machine at a time; the shapes have all their layers unless they say otherwise.
 RUNS = {
     "first": ServeBenchRequest(
@@ -148,8 +151,9 @@ def read_result(paths: Sequence[Path]) -> Iterator[ServeBenchResult]:
 
 
 def ended(number: int, _: object) -> NoReturn:
-    """End a run by a signal, but not without ending its server."""
-    signal.signal(number, signal.SIG_DFL)
+    """End a run by a signal, but not without ending its server: a second one does not take that from it."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
     raise Interrupted(number)
 
 
@@ -164,10 +168,11 @@ def main() -> int:
     parser.add_argument("--read", nargs="+", type=Path, default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--charts", type=Path)
+    parser.add_argument("--force", action="store_true", help="replace --out and --charts")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--bf16", default="triton,flashinfer")
     parser.add_argument("--kinds", default="int2,vq")
-    for kind in ("cells", "splits", "prompts", "hits"):
+    for kind in KINDS:
         parser.add_argument(f"--{kind}", help="instead of the run's own")
     parser.add_argument("--output", type=int)
     parser.add_argument("--targets", action="store_true")
@@ -181,7 +186,7 @@ def main() -> int:
     if args.run is None:
         return int(not holds)
     request = RUNS[args.run]
-    lists = {name: getattr(args, name) for name in ("bf16", "kinds", "cells", "splits", "prompts", "hits")}
+    lists = {name: getattr(args, name) for name in ("bf16", "kinds", *KINDS)}
     given: dict[str, Any] = {
         name: tuple(filter(None, text.split(","))) for name, text in lists.items() if text is not None
     }
@@ -191,16 +196,20 @@ def main() -> int:
         **given,
         out=args.out,
         charts=args.charts,
-        force=True,
+        force=args.force,
         arguments=tuple(flags),
     )
-    signal.signal(signal.SIGTERM, ended)
+    for number in SIGNALS:
+        # Under nohup and in the background some are ignored, and stay so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, ended)
     try:
         with Console(verbose=True) as console:
             result = bench_serve(request, console)
-    except Interrupted as error:
-        print("the run was ended: --read prints what it has measured", file=sys.stderr, flush=True)
-        return error.exit_code
+    except (Interrupted, KvcqError) as error:
+        message, code = explain(error)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return code
     print(result.text())
     failed = bool(result.failed)
     if args.targets:

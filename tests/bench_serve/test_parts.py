@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import xml.dom.minidom
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcq.errors import EvaluationError, InputError
+from kvcq.models.weightless import shape_config
 from kvcq.pipeline.bench_serve import statistics
+from kvcq.pipeline.bench_serve.arms import Arm, Running
 from kvcq.pipeline.bench_serve.cells import Cell, fitting, parse_cells
 from kvcq.pipeline.bench_serve.charts import draw_kind, write_charts
 from kvcq.pipeline.bench_serve.client import Timeline
+from kvcq.pipeline.bench_serve.model import Subject
 from kvcq.pipeline.bench_serve.prompts import body, draw, interval_for, reusable
 from kvcq.pipeline.bench_serve.result import ArmRecord, ServeBenchResult
-from kvcq.pipeline.bench_serve.roofline import cache_bytes
+from kvcq.pipeline.bench_serve.roofline import cache_bytes, make_bound
 from kvcq.pipeline.bench_serve.rows import Row
 from kvcq.pipeline.bench_serve.trace import ATTENTION, GEMM, OTHER, OWN, QUANTIZE, classify, read_trace, split
 from kvcq.spec.plan import Windows
@@ -31,6 +36,9 @@ def test_cells_are_read_as_they_are_written(batch, length):
     cells = parse_cells([f"{batch}x{length}", f"{batch}x{length}k"], "--cells")
     assert cells == (Cell(batch, length), Cell(batch, 1024 * length))
     assert parse_cells([cell.label for cell in cells], "--cells") == cells
+    # As lengths are written elsewhere, and each cell once.
+    same = parse_cells([f"{batch}x{length}{unit}" for unit in "kKmMk"], "--cells")
+    assert same == (Cell(batch, 1024 * length), Cell(batch, 1024**2 * length))
 
 
 def test_full_cells_ask_for_what_the_pool_holds():
@@ -43,13 +51,13 @@ def test_full_cells_ask_for_what_the_pool_holds():
     assert Cell(7, 100).requests(1, 1, 1) == 7
 
 
-@pytest.mark.parametrize("text", ["", "x8k", "0x8k", "1x0", "1x8m", "1 x8k", "-1x8", "fullx8k", "1x8k+2", "10000x1"])
+@pytest.mark.parametrize("text", ["", "x8k", "0x8k", "1x0", "1x8g", "1 x8k", "-1x8", "fullx8k", "1x8k+2", "10000x1"])
 def test_what_is_no_cell_is_refused_by_its_flag(text):
     with pytest.raises(InputError, match=r"--jobs.*BATCHxINPUT"):
         parse_cells([text], "--jobs")
 
 
-def test_prompts_are_seeded_and_share_no_beginning():
+def test_prompts_are_seeded_and_unlike_from_their_first_page_on():
     one, two = draw(8, 500, 3, 1), draw(8, 500, 3, 2)
     assert np.array_equal(one, draw(8, 500, 3, 1))
     rows = np.concatenate([one, two])
@@ -85,6 +93,15 @@ def test_the_window_is_from_the_last_first_token_to_the_first_end(interval):
     assert window.seconds == pytest.approx(0.5 + 1.99 - 0.8)
     assert window.tokens_per_s == pytest.approx(400.0)
     assert window.step == pytest.approx(0.01)
+
+
+def test_a_request_that_stands_still_is_not_counted_at_the_mean_of_others():
+    lines = [stream(0.0, 1.0, 0.01, 101) for _ in range(3)]
+    # It has its first token, waits while the others run, and ends with the rest.
+    still = Timeline(0.0, [(1.0, 1), (3.0, 2), (3.01, 101)], prompt=100)
+    window = statistics.decode_window([*lines, still])
+    assert window.requests == 4 and window.seconds == pytest.approx(1.0)
+    assert window.tokens_per_s == pytest.approx(300.0 + 0.5)
 
 
 def test_a_window_of_fewer_is_told_as_one():
@@ -136,12 +153,18 @@ def test_time_in_which_kernels_overlap_counts_once():
     assert sum(found.classes.values()) + found.gap == pytest.approx(found.step)
 
 
+CUDA_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(")
+
+
 def test_every_kernel_of_ours_has_a_class():
-    from kvcq.kernels import decode, extend, merge, plan, query, windows, write
+    from kvcq.kernels import cuda, decode, extend, merge, plan, query, windows, write
 
     rooms = (decode, extend, merge, plan, query, windows, write)
     names = {variant[1].__name__ for room in rooms for variant in room.variants()}
-    assert names | {"decode", "write_uniform", "write_keys"} == set(OWN)
+    sources = [path.read_text() for path in Path(cuda.__file__).parent.glob("*.cu")]
+    found = {name for text in sources for name in CUDA_KERNEL.findall(text)}
+    assert len(found) >= len(sources) == 3 and sum(text.count("__global__") for text in sources) == len(found)
+    assert names | found == set(OWN)
     assert {OWN[name] for name in ("write_kernel", "windows_kernel", "write_keys")} == {QUANTIZE}
 
 
@@ -192,6 +215,13 @@ def test_a_trace_is_whole_or_none(tmp_path):
 def test_a_trace_without_steps_is_told(events):
     with pytest.raises(EvaluationError, match="profiler"):
         split(events, 24)
+
+
+def test_ranks_share_the_bytes_of_a_step():
+    subject = Subject("m", "m", "m", {}, config=shape_config("qwen3-8b"))
+    running = Running(Arm("bf16-triton", "triton"), "", None, 1000, 1, subject.bf16_cell, {})
+    one, two = (make_bound(subject, 4500.0, ranks)(running, 3, 1000) for ranks in (1, 2))
+    assert one == pytest.approx(2 * two) and one > 0
 
 
 def test_bytes_of_a_step():

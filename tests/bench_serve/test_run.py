@@ -16,15 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from kvcq.errors import EvaluationError, InputError
+from kvcq.errors import EvaluationError, InputError, ResourceError
 from kvcq.pipeline.bench_serve import measure
+from kvcq.pipeline.bench_serve import run as home
 from kvcq.pipeline.bench_serve.arms import Arm, arguments, plain_command
 from kvcq.pipeline.bench_serve.client import send
-from kvcq.pipeline.bench_serve.model import Subject
+from kvcq.pipeline.bench_serve.model import Subject, make_subject
 from kvcq.pipeline.bench_serve.prompts import body
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.result import ServeBenchResult
 from kvcq.pipeline.bench_serve.run import bench_serve
+from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.serve_sglang import serve_sglang
 from kvcq.pipeline.sglang.arguments import BENCH, read_given
 from kvcq.pipeline.sglang.request import SglangRequest
@@ -156,6 +158,14 @@ def test_a_server_that_is_something_else_is_not_measured(run, way, arm, words):
     assert len(result.rows) == 1 and result.failed
 
 
+def test_a_server_that_dies_while_it_is_measured_says_why(run):
+    result, told = run("dies_measuring", cells=("1x256",))
+    assert [arm.name for arm in result.arms] == ["bf16-triton", "int2"]
+    for arm in result.arms:
+        assert "SGLang ended with exit code 7: torch.AcceleratorError: an illegal memory access" in arm.problem
+    assert not result.rows and len(told.warnings) == 2
+
+
 def test_attention_past_the_kernels_while_measuring_is_found_out(run):
     result, _ = run("late_fallback", cells=("1x256",))
     assert result.arms[1].name == "int2" and "attention without the kernels" in result.arms[1].problem
@@ -177,6 +187,61 @@ def test_the_pool_may_hold_more_than_is_run(run):
     result, _ = run(cells=("fullx256",), max_running=2)
     assert [row.requests for row in result.rows] == [2, 2]
     assert all("--max-running" in row.problem and row.tokens_per_s for row in result.rows) and not result.failed
+
+
+def test_no_key_is_in_a_record(run, tmp_path):
+    out, secret = tmp_path / "a.json", "hunter-2"
+    keys = ("--api-key", secret, f"--admin-api-key={secret}", "--ssl-keyfile-password", secret, "--log-level", "info")
+    result, _ = run(cells=("1x256",), out=out, arguments=keys)
+    assert not result.failed and len(result.rows) == 2
+    assert secret not in out.read_text() and secret not in json.dumps(result.payload())
+    shown = result.settings["arguments"]
+    assert shown == ["--api-key", "***", "--admin-api-key=***", "--ssl-keyfile-password", "***", "--log-level", "info"]
+
+
+def test_a_model_is_found_as_serving_finds_it(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tiny.model.parent))
+    asked = ServeBenchRequest(model=f"~/{tiny.model.name}", cells=("1x8k",))
+    subject = make_subject(asked, tmp_path, SILENT)
+    assert subject.location == str(tiny.model) and subject.label == tiny.model.name and subject.weights
+    assert bench_serve(replace(asked, dry_run=True)).plan
+    quantized = ("--json-model-override-args", '{"quantization_config": {"bits": 4}}')
+    assert make_subject(replace(asked, arguments=quantized), tmp_path, SILENT).weights is None
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for text, words in ((None, "no config.json"), ('{"a": ', "config.json cannot be read"), ("[]", "cannot be read")):
+        if text is not None:
+            (broken / "config.json").write_text(text)
+        for dry_run in (True, False):
+            with pytest.raises(InputError, match=words):
+                bench_serve(replace(asked, model=str(broken), dry_run=dry_run), machine=MACHINE)
+
+
+def test_places_that_cannot_be_written_are_found_first(run, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for places in ({"out": blocked / "a.json"}, {"charts": blocked}, {"charts": blocked / "charts"}):
+        with pytest.raises(InputError):
+            run(cells=("1x256",), **places)
+    charts = tmp_path / "charts"
+    charts.mkdir()
+    (charts / "decode.svg").write_text("mine")
+    with pytest.raises(InputError, match="--force"):
+        run(cells=("1x256",), charts=charts)
+    run(cells=("1x256",), kinds=(), charts=charts, force=True)
+    assert (charts / "decode.svg").read_text() != "mine" and list(charts.iterdir()) == [charts / "decode.svg"]
+
+
+def test_what_cannot_be_written_in_the_end_costs_no_table(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise ResourceError("the disk is full", where="x")
+
+    monkeypatch.setattr(home, "write_charts", full)
+    monkeypatch.setattr(home, "save_record", full)
+    result, told = run(cells=("1x256",), kinds=(), charts=tmp_path / "charts", out=tmp_path / "a.json")
+    assert len(result.rows) == 1 and result.rows[0].tokens_per_s
+    assert [line.partition(":")[0] for line in result.failed] == ["--out", "--charts"] and len(told.warnings) == 2
+    assert "- --charts: the disk is full (x)" in result.text()
 
 
 def test_every_arm_gets_the_same_flags(run, tmp_path, monkeypatch):
@@ -202,12 +267,15 @@ def test_what_a_user_sets_is_kept():
         model="m", arguments=("--cuda-graph-max-bs-decode", "4", "--json-model-override-args", '{"a": 1}'), filled=True
     )
     sizes = replace(request, arguments=("--cuda-graph-bs-decode", "1", "4"))
-    assert "--cuda-graph-max-bs" not in arguments(sizes, Subject("m", "m", {}))
-    found = arguments(request, Subject("m", "m", {}))
+    assert "--cuda-graph-max-bs" not in arguments(sizes, Subject("m", "m", "m", {}))
+    found = arguments(request, Subject("m", "m", "m", {}))
     assert found[:4] == request.arguments and "--cuda-graph-max-bs" not in found
+    assert dict(pairwise(found))["--mem-fraction-static"] == "0.85"
+    share = replace(request, arguments=("--mem-fraction-static", "0.7"))
+    assert arguments(share, Subject("m", "m", "m", {})).count("--mem-fraction-static") == 1
     assert json.loads(found[-1]) == {"a": 1, "kvcq_bench": {"filled": True}}
     longer, given = replace(request, max_context=77), read_given(found)
-    argv = plain_command(Arm("bf16-x", "x"), longer, Subject("m", "m", {}), given, 5)
+    argv = plain_command(Arm("bf16-x", "x"), longer, Subject("m", "m", "m", {}), given, 5)
     assert argv[argv.index("--context-length") + 1] == "77" and "--load-format" not in argv
 
 
@@ -225,6 +293,14 @@ def test_what_a_user_sets_is_kept():
         ({"jobs": ("fullx8k",)}, "--jobs"),
         ({"output": 0}, "--output"),
         ({"bandwidth": 0.0}, "--bandwidth"),
+        ({"bandwidth": float("nan")}, "--bandwidth"),
+        ({"bandwidth": float("inf")}, "--bandwidth"),
+        ({"bf16": ("triton", "triton")}, "triton is named twice"),
+        ({"bundles": (Path("bf16-x.kvcq"),)}, "rename the bundle"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"model": "/no/such/folder"}, "no such model folder"),
+        ({"arguments": ("--max-running-requests", "4")}, "set by kvcq bench serve"),
+        ({"arguments": ("--revision", "x")}, "leave it out"),
         ({"out": Path("x.txt")}, "FILE.json"),
         ({"arguments": ("--page-size", "1")}, "--page-size"),
         ({"model": None, "synthetic": "qwen3-8b", "arguments": ("--load-format", "auto")}, "--load-format"),
@@ -254,12 +330,16 @@ def test_nobody_listening_is_a_failure_of_requests():
 SENDER = """
 import signal
 import sys
-from kvcq.cli.main import _on_signal
 from kvcq.errors import Interrupted
 from kvcq.pipeline.bench_serve.client import send
 from kvcq.pipeline.bench_serve.prompts import body
+
+def ended(number, _):
+    signal.signal(number, signal.SIG_IGN)
+    raise Interrupted(number)
+
 for number in (signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, _on_signal)
+    signal.signal(number, ended)
 try:
     print("sending", flush=True)
     send(sys.argv[1], [body([1, 2], 3)])
@@ -334,10 +414,13 @@ def test_a_run_that_is_ended_leaves_no_server(tmp_path):
             time.sleep(0.1)
         while not out.exists() and time.monotonic() < end and running.poll() is None:
             time.sleep(0.1)
-        running.send_signal(signal.SIGTERM)
+        for _ in range(2):
+            running.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
         told = running.communicate(timeout=30)[1]
-    assert running.returncode == 128 + signal.SIGTERM, told
-    assert told.splitlines()[-1] == "the run was ended: --read prints what it has measured"
+    # The second one may find an interpreter that has no handlers any more.
+    assert running.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), told
+    assert told.splitlines()[-1].startswith("error: terminated: ") and f"figures are in {out}" in told
     assert json.loads(out.read_text())["arms"][0]["name"] == "bf16-triton"
     for pid in map(int, pids.read_text().split()):
         assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()

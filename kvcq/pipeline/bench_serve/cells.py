@@ -14,7 +14,8 @@ FULL = "full"
 # What SGLang sets aside for each request besides its tokens, in its own count of what fits.
 SPARE = 2 * PAGE
 
-_CELL = re.compile(r"(?P<batch>full|[1-9]\d{0,3})x(?P<input>[1-9]\d{0,6})(?P<unit>k?)")
+_CELL = re.compile(r"(?P<batch>full|[1-9]\d{0,3})x(?P<input>[1-9]\d{0,6})(?P<unit>[kKmM]?)")
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def fitting(capacity: int, length: int, output: int) -> int:
 
 
 def parse_cells(items: Sequence[str], flag: str, *, full: bool = False) -> tuple[Cell, ...]:
-    """Read cells.
+    """Read cells; one that is named twice is measured once.
 
     Args:
         items: One each.
@@ -68,5 +69,5 @@ def parse_cells(items: Sequence[str], flag: str, *, full: bool = False) -> tuple
             example = "4x90k" + (" or fullx30k" if full else "")
             raise InputError(f"{shown(item)} is no cell", where=flag, fix=f"write BATCHxINPUT, for example {example}")
         batch = None if match["batch"] == FULL else int(match["batch"])
-        found.append(Cell(batch, int(match["input"]) * (1024 if match["unit"] else 1)))
-    return tuple(found)
+        found.append(Cell(batch, int(match["input"]) * _UNITS[match["unit"].lower()]))
+    return tuple(dict.fromkeys(found))

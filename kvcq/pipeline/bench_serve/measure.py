@@ -31,9 +31,13 @@ FLUSH_SECONDS, ANSWER_SECONDS = 30.0, 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every arm; see `kvcq.pipeline.bench_serve.request.ServeBenchRequest`.
+    """What is measured of every arm.
 
-    `recent` is the largest recent window of all bundles: no arm finds that much of a prompt's end in its cache.
+    Attributes:
+        cells, prompts, hits, jobs, splits: See `kvcq.pipeline.bench_serve.request.ServeBenchRequest`.
+        filled, output, job_output, seed: Likewise.
+        recent: The largest recent window of all bundles, in tokens: no arm finds that much of a prompt's end in its
+            cache.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -51,6 +55,11 @@ class Plan:
     def count(self) -> int:
         """Rows of an arm."""
         return len(self.cells + self.prompts + self.jobs + self.splits) + len(HIT_SHARES) * len(self.hits)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(cell.input for cell in self.cells + self.prompts + self.hits + self.jobs + self.splits)
 
 
 # Bytes that a decode step of so many requests behind so many tokens reads, over the bandwidth, in ms; or None.
@@ -87,44 +96,49 @@ def measure_arm(running: Running, plan: Plan, bound: Bound, reporter: Reporter) 
 
 class _Meter:
     def __init__(self, running: Running, plan: Plan, bound: Bound) -> None:
-        self._running, self._plan, self._bound, self._draws = running, plan, bound, 0
+        self._running, self._plan, self._bound = running, plan, bound
 
     def warm(self) -> None:
         """Have everything compiled that a prefill, a chunk of one, a prefix hit and decoding launch."""
-        length = max((cell.input for cell in self._plan.prompts), default=1024)
-        prompts = self._prompts(2, min(max(length, 1024), WARM_TOKENS))
+        length = min(self._plan.longest, WARM_TOKENS, max(1024, *(cell.input for cell in self._plan.prompts), 0))
+        prompts = self._prompts("warm", 2, length)
         for _ in range(2):
             self._send([body(prompt, WARM_OUTPUT) for prompt in prompts])
+        if self._plan.filled and (filled := reusable(length, self._plan.recent)):
+            # The pool is filled before the first of them: no cell is to wait for that.
+            self._send([body(prompt, WARM_OUTPUT, filled=filled) for prompt in self._prompts("filled", 2, length)])
 
     def prefill(self, cell: Cell) -> Iterator[Row]:
         count, output = self._count(cell, PREFILL_OUTPUT), PREFILL_OUTPUT
         self._flush()
-        lines = self._send([body(prompt, output) for prompt in self._prompts(count, cell.input)])
+        lines = self._send(
+            [body(prompt, output) for prompt in self._prompts(f"prefill {cell.label}", count, cell.input)]
+        )
         yield self._timed(self._row("prefill", cell, count, output), lines)
 
     def hits(self, cell: Cell) -> Iterator[Row]:
         count, output = self._count(cell, self._plan.output), self._plan.output
         for share in HIT_SHARES:
             self._flush()
-            prompts = self._prompts(count, cell.input)
+            label = f"{cell.label} {100 * share:.0f}%"
+            prompts = self._prompts(f"hits {label}", count, cell.input)
             known = min(round(share * cell.input), reusable(cell.input, self._plan.recent))
             if known:
                 # Every request finds a prefix of its own: one that all share would be read once for all.
                 self._send([body(prompt[:known], 1) for prompt in prompts])
             lines = self._send([body(prompt, output, interval=interval_for(count)) for prompt in prompts])
             row = self._row("hits", cell, count, output)
-            label = f"{cell.label} {100 * share:.0f}%"
             yield replace(self._whole(self._timed(row, lines), lines), cell=label)
 
     def decode(self, cell: Cell) -> Iterator[Row]:
         count, output = self._count(cell, self._plan.output), self._plan.output
         self._flush()
-        yield self._windowed("decode", cell, count, output, self._send(self._bodies(cell, count, output)))
+        yield self._windowed("decode", cell, count, output, self._send(self._bodies("decode", cell, count, output)))
 
     def job(self, cell: Cell) -> Iterator[Row]:
         count, output = self._count(cell, self._plan.job_output), self._plan.job_output
         self._flush()
-        lines = self._send(self._bodies(cell, count, output))
+        lines = self._send(self._bodies("job", cell, count, output))
         yield self._whole(self._windowed("job", cell, count, output, lines), lines)
 
     def split(self, cell: Cell) -> Iterator[Row]:
@@ -136,7 +150,7 @@ class _Meter:
             async def profile(http: httpx2.AsyncClient) -> None:
                 found.append(await _profile(http, Path(folder)))
 
-            bodies = self._bodies(cell, count, output)
+            bodies = self._bodies("split", cell, count, output)
             try:
                 lines = send(self._running.url, bodies, self._running.key, profile)
             except EvaluationError:
@@ -166,15 +180,15 @@ class _Meter:
             raise EvaluationError(f"a pool of {running.capacity} tokens holds no such request", where=cell.label)
         return count
 
-    def _prompts(self, count: int, length: int) -> np.ndarray:
-        # Alike in every arm, and never the same twice.
-        self._draws += 1
-        return draw(count, length, self._plan.seed, self._draws)
+    def _prompts(self, use: str, count: int, length: int) -> np.ndarray:
+        # Alike in every arm, whatever other cells it measures, and never the same for two uses.
+        return draw(count, length, self._plan.seed, *use.encode())
 
-    def _bodies(self, cell: Cell, count: int, output: int) -> list[bytes]:
+    def _bodies(self, kind: str, cell: Cell, count: int, output: int) -> list[bytes]:
         filled = reusable(cell.input, self._plan.recent) if self._plan.filled else 0
         interval = interval_for(count)
-        return [body(prompt, output, filled=filled, interval=interval) for prompt in self._prompts(count, cell.input)]
+        prompts = self._prompts(f"{kind} {cell.label}", count, cell.input)
+        return [body(prompt, output, filled=filled, interval=interval) for prompt in prompts]
 
     def _send(self, bodies: list[bytes]) -> list[Timeline]:
         return send(self._running.url, bodies, self._running.key)
@@ -235,7 +249,8 @@ class _Meter:
             ttft_ms=1000 * first.median,
             ttft_p99_ms=1000 * first.p99,
             itl_ms=None if between is None else 1000 * between.median,
-            itl_p99_ms=None if between is None else 1000 * between.p99,
+            # Where a stream tells several tokens at once, the mean between them hides the slow ones.
+            itl_p99_ms=None if between is None or interval_for(row.requests) > 1 else 1000 * between.p99,
             prefill_per_s=statistics.prefill_rate(lines),
             hit_share=statistics.hit_share(lines),
         )

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from kvcq.runtime.layout import PAGE
 from kvcq.runtime.sglang.filled import PARAM
 
-# Below any vocabulary's special tokens, and in every vocabulary there is.
+# In every vocabulary; that some of them are special in one costs no time.
 LOW, HIGH = 0, 256
 
 
 def draw(count: int, length: int, *seed: int) -> NDArray:
-    """Return prompts int32 ``[count, length]``; another seed gives others that share no beginning."""
+    """Return prompts int32 ``[count, length]``; another seed gives others, unlike from their first page on."""
     return np.random.default_rng(seed).integers(LOW, HIGH, (count, length), dtype=np.int32)
 
 

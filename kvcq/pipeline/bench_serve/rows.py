@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-KINDS = ("decode", "prefill", "hits", "job", "split")
-
 
 @dataclass(frozen=True)
 class Row:
     """One cell of one arm; times in seconds unless the name says more, None where not measured.
 
     Attributes:
-        kind: Of `KINDS`.
+        kind: ``decode``, ``prefill``, ``hits``, ``job`` or ``split``.
         arm: Name of the arm.
         cell: The cell as asked for; a prefix cell has the share of hits behind it.
         requests: Sent.

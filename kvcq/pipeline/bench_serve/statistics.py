@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,8 +44,8 @@ class Latency:
 def decode_window(lines: Sequence[Timeline]) -> Window | None:
     """Return the longest time in which the most requests decode; None where no two tokens of them lie in it.
 
-    A request runs from its first token to its last. What it does in the window is the slope between its first and
-    its last event there: events may stand for several tokens, and the edges then lie between two of them.
+    A request runs from its first token to its last. Events may stand for several tokens: at the edges of the window
+    tokens are read off the line between two events. A request that stands still there adds nothing.
     """
     edges = sorted({line.first for line in lines} | {line.last for line in lines})
     best: tuple[int, float, float, float] | None = None
@@ -55,17 +56,18 @@ def decode_window(lines: Sequence[Timeline]) -> Window | None:
     if best is None:
         return None
     running, seconds, start, stop = best
-    rates = [
-        rate for line in lines if line.first <= start and line.last >= stop and (rate := _slope(line, start, stop))
-    ]
-    return Window(running, seconds, running * sum(rates) / len(rates)) if rates else None
+    there = [line.events for line in lines if line.first <= start and line.last >= stop]
+    if not seconds or all(sum(start <= time <= stop for time, _ in events) < 2 for events in there):
+        return None
+    made = sum(_tokens(events, stop) - _tokens(events, start) for events in there)
+    return Window(running, seconds, made / seconds) if made else None
 
 
-def _slope(line: Timeline, start: float, stop: float) -> float:
-    inside = [(time, tokens) for time, tokens in line.events if start <= time <= stop]
-    if len(inside) < 2 or inside[-1][0] == inside[0][0]:
-        return 0.0
-    return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+def _tokens(events: Sequence[tuple[float, int]], when: float) -> float:
+    """Return how many tokens a request has at a time between its first and its last event."""
+    at = bisect_left(events, when, key=lambda event: event[0])
+    (after, tokens), (before, fewer) = events[at], events[max(at - 1, 0)]
+    return tokens if after == before else fewer + (tokens - fewer) * (when - before) / (after - before)
 
 
 def first_token(lines: Sequence[Timeline]) -> Latency:

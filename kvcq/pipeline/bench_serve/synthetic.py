@@ -102,11 +102,6 @@ def write_synthetic(
         return write_bundle(out, manifest, found, measured, CARD, force=force)
 
 
-def is_synthetic(manifest: Manifest) -> bool:
-    """Tell whether a bundle is one of these."""
-    return manifest.recipe.params.get("synthetic") is True
-
-
 def _plan(layer: LayerGeometry, kind: str) -> LayerPlan:
     if layer.kind != "full":
         return LayerPlan(layer=layer.layer, reason=f"{layer.kind} attention layer")

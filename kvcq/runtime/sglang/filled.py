@@ -38,8 +38,8 @@ class Filler:
     def before(self, req: Any, tree: Any, store: SinkStore | None) -> None:
         """Before ``Req.init_next_round_input``: make the tokens that a request calls filled be there.
 
-        Where the pool has no room for all of the request, nothing is done: SGLang then finds no room either, and asks
-        again later.
+        Where the pool has no room for all of the request, nothing is done. As a rule SGLang finds none either and asks
+        again later; where its own estimate lets the request in, the context is prefilled, and `cached_tokens` says so.
 
         Args:
             req: SGLang's ``Req``.
