@@ -19,18 +19,20 @@ import pytest
 from kvcq.errors import EvaluationError, InputError, ResourceError
 from kvcq.pipeline.bench_serve import measure
 from kvcq.pipeline.bench_serve import run as home
-from kvcq.pipeline.bench_serve.arms import Arm, arguments, plain_command
-from kvcq.pipeline.bench_serve.client import send
+from kvcq.pipeline.bench_serve.arms import Arm, Running, arguments, plain_command
+from kvcq.pipeline.bench_serve.cells import Cell
+from kvcq.pipeline.bench_serve.client import Timeline, send
 from kvcq.pipeline.bench_serve.model import Subject, make_subject
 from kvcq.pipeline.bench_serve.prompts import body
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.result import ServeBenchResult
+from kvcq.pipeline.bench_serve.rows import Row
 from kvcq.pipeline.bench_serve.run import bench_serve
 from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.serve_sglang import serve_sglang
 from kvcq.pipeline.sglang.arguments import BENCH, read_given
 from kvcq.pipeline.sglang.request import SglangRequest
-from kvcq.runtime.sglang.filled import KEY
+from kvcq.runtime.sglang.filled import KEY, PARAM
 from tests.bench_serve.test_parts import example
 from tests.bench_serve.traces import CLASSES, LENGTH
 from tests.chain import bare_environment
@@ -181,6 +183,36 @@ def test_requests_that_fail_are_rows_with_a_reason(run, monkeypatch):
     assert all("flush" in row.problem for row in result.rows)
     result, _ = run(cells=("fullx64k",))
     assert all("holds no such request" in row.problem for row in result.rows)
+
+
+def meter_of(plan):
+    return measure._Meter(Running(Arm("bf16-triton", "triton"), "", None, 10000, 64, None, {}), plan, lambda *_: None)
+
+
+def test_the_pool_is_filled_before_the_first_cell(monkeypatch):
+    sent = []
+    monkeypatch.setattr(measure, "send", lambda url, bodies, key: sent.append([json.loads(body) for body in bodies]))
+    for filled in (False, True):
+        sent.clear()
+        meter_of(measure.Plan(cells=(Cell(1, 700),), filled=filled)).warm()
+        assert [len(bodies) for bodies in sent] == [2, 2, 2][: 2 + filled]
+        # Nothing is longer than what is measured: another context might not hold it.
+        assert {len(body["input_ids"]) for bodies in sent for body in bodies} == {700}
+    assert all(body["sampling_params"]["custom_params"] == {PARAM: 384} for body in sent[2])
+    assert sent[0] == sent[1] and sent[2][0]["input_ids"] != sent[0][0]["input_ids"]
+
+
+def test_prompts_of_a_cell_do_not_depend_on_the_cells_before_it(monkeypatch):
+    few, many = meter_of(measure.Plan()), meter_of(measure.Plan())
+    many._bodies("decode", Cell(1, 128), 1, 8)
+    assert few._bodies("job", Cell(2, 256), 2, 8) == many._bodies("job", Cell(2, 256), 2, 8)
+    assert few._bodies("job", Cell(2, 256), 2, 8) != few._bodies("split", Cell(2, 256), 2, 8)
+
+
+def test_there_is_no_p99_of_means():
+    meter, lines = meter_of(measure.Plan()), [Timeline(0.0, [(0.1 * n, n) for n in range(1, 9)], prompt=9)]
+    p99 = {count: meter._timed(Row("decode", "a", "c", count, 9, 8), lines).itl_p99_ms for count in (16, 17)}
+    assert p99 == {16: pytest.approx(100.0), 17: None}
 
 
 def test_the_pool_may_hold_more_than_is_run(run):
@@ -433,6 +465,17 @@ def load_benchmark():
     sys.modules["benchmarks_serve"] = found
     spec.loader.exec_module(found)
     return found
+
+
+def test_a_refusal_of_the_script_is_one_line(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "serve.json"
+    out.write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["serve.py", "job", "--jobs", "2x1k", "--out", str(out)])
+    # A test leaves the handlers of its process alone.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert load_benchmark().main() == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("error: the output exists") and "--force" in told[0]
 
 
 def test_targets_take_the_best_bundle_of_their_cell(tmp_path, capsys):

@@ -29,7 +29,7 @@ from kvcq.pipeline.versions import installed
 from kvcq.reports.text import plural
 
 VERSIONS = ("kvcq", "torch", "triton", "flashinfer-python")
-COMMAND, DTYPES = "kvcq bench serve", ("auto", "bfloat16")
+COMMAND, DTYPES = "bench serve", ("auto", "bfloat16")
 # Options by the field of SGLang that they set.
 OWN = {
     "model_path": "--model",

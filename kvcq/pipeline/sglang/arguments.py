@@ -28,7 +28,7 @@ ALIASES = {
     "pipeline_parallel_size": "pp_size",
     "pp": "pp_size",
 }
-SERVE = "kvcq serve"
+SERVE = "serve"
 # What kvcq serve has options of its own for.
 OWN = {
     "model_path": "--model",
@@ -132,7 +132,7 @@ def read_given(tokens: Sequence[str], command: str = SERVE, own: Mapping[str, st
 
     Args:
         tokens: As given.
-        command: That they were given to.
+        command: Of kvcq, that they were given to.
         own: Its own options by the field that they set.
 
     Raises:
@@ -214,7 +214,7 @@ def _refuse(given: Given, command: str, own: Mapping[str, str]) -> None:
     for name, value in given.values.items():
         if name in OWN:
             fix = f"use {own[name]}, before --" if name in own else "leave it out"
-            raise InputError(f"{flag(name)} is set by {command}", where="--", fix=fix)
+            raise InputError(f"{flag(name)} is set by kvcq {command}", where="--", fix=fix)
         if name in UNPROVABLE:
             raise InputError(f"{flag(name)} is not possible: {UNPROVABLE[name]}", where=flag(name), fix="leave it out")
         if name in SET and str(value) != SET[name]:
@@ -226,7 +226,7 @@ def _refuse(given: Given, command: str, own: Mapping[str, str]) -> None:
         if name in MANY and value != 1:
             raise InputError(f"{flag(name)} {shown(value)} is not possible: {MANY[name]}", where=flag(name))
     if BACKEND in given.overrides:
-        raise InputError(f"the key {BACKEND} is set by {command}", where=OVERRIDES, fix="leave it out")
+        raise InputError(f"the key {BACKEND} is set by kvcq {command}", where=OVERRIDES, fix="leave it out")
 
 
 def _overrides(text: Any) -> dict[str, Any]:

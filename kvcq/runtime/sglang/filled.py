@@ -6,7 +6,7 @@ says with ``sampling_params.custom_params = {"kvcq_filled": n}`` that its first 
 about to be scheduled they get slots of their own from SGLang's allocator and a branch of their own in its radix tree,
 as if an earlier request had left them; from there on everything is SGLang's usual way of a prefix hit. The pool was
 filled with random rows, or codes and scales, before the first of them: the time of attention does not depend on what
-they are, and no two requests share any.
+they are. Requests share slots only where their prompts begin with the same pages.
 """
 
 from __future__ import annotations
