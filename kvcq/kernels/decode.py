@@ -252,6 +252,7 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         (128, 128, 4, 1, 1, True, True),
         (128, 128, 4, 1, 4, True, False),
         (256, 256, 2, 1, 1, True, False),
+        *((128, 128, group, 1, 1, vq, False) for group in (2, 3, 7, 16) for vq in (False, True)),
     ]
     found = []
     for d_k, d_v, group, k_groups, v_groups, vq, cap in dict.fromkeys(plain + other):

@@ -302,6 +302,11 @@ def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str,
         for group in (1, 4, 8)
         for name, groups, more in codecs
     ]
+    cases += [
+        (f"d128-g{group}{name}", 128, 128, group, groups, long[128], more)
+        for group in (2, 3, 7, 16)
+        for name, groups, more in (codecs[0], codecs[2])
+    ]
     cases += [(f"d128-rows{launch.rows}-{launch.keys}", 128, 128, 4, (1, 1), launch, {}) for launch in LAUNCHES[1:]]
     cases += [
         ("d192-d128", 192, 128, 16, (1, 1), long[192], {"CAP": True}),

@@ -120,14 +120,14 @@ def test_every_codec_over_ragged_chunks(kind: str, served: bool, device: torch.d
     assert relative_error(found, wanted) < bound_of(dtype)
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])
 def test_every_group(group: int, device: torch.device, dtype: torch.dtype) -> None:
     chunks = build_chunks("int2", [(90, 11), (3, 6)], dtype, device, group=group, d_k=32)
     found, wanted = chunks.outputs(launch=replace(SMALL_LAUNCH, rows=16 if group < 16 else 32))
     assert relative_error(found, wanted) < bound_of(dtype)
 
 
-@pytest.mark.parametrize("d_k, d_v", [(16, 16), (80, 80), (96, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("d_k, d_v", [(16, 16), (80, 80), (96, 128), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kind", ["centred", "vq"])
 def test_every_head_dim(kind: str, d_k: int, d_v: int, device: torch.device, dtype: torch.dtype) -> None:
     found, wanted = build_chunks(kind, [(140, 9)], dtype, device, heads=1, d_k=d_k, d_v=d_v).outputs()
