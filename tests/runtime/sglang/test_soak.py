@@ -47,11 +47,11 @@ def soak(host: Host, steps: int, *, every: int = 97) -> None:
     admission.uninstall()
 
 
-@pytest.mark.parametrize("steps", [5_000, pytest.param(25_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [10_000, pytest.param(25_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("seed", "sink", "recent", "requests", "entries", "pages", "overlap"),
     [
-        (1, 64, 128, 6, 3, 40, True),
+        (5, 64, 128, 6, 3, 40, True),
         (2, 64, 256, 4, 1, 24, True),
         (3, 100, 70, 8, 8, 60, True),
         (4, 64, 64, 4, 2, 26, False),
