@@ -52,7 +52,7 @@ def test_answers_are_those_of_an_exact_pass_alone_and_in_a_batch(loaded):
 
 def test_generate_in_its_forms_on_a_real_model(loaded):
     model = loaded.model
-    tokens = prompts(loaded, (90,))[0][None].repeat(1, 2)
+    tokens = prompts(loaded, (48,))[0][None].repeat(1, 2)
 
     def answers(cache, **options):
         torch.manual_seed(0)
