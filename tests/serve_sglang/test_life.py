@@ -13,32 +13,38 @@ from pathlib import Path
 
 import pytest
 
+import kvcq.pipeline.serve_sglang as home
 from kvcq.runtime.sglang.settings import Settings
 from tests.chain import bare_environment
-from tests.serve_sglang.conftest import ROOT, STUB, argv_of, gone
+from tests.forked import Forked
+from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, argv_of, gone
 
 DRIVER = Path(__file__).parent / "driver.py"
 
 
 @contextmanager
-def command(tiny, tmp_path, way, *more, driver=DRIVER):
-    """Run ``kvcq serve --engine sglang`` against the stub; yield the process."""
+def command(tiny, tmp_path, way, *more, fresh=False):
+    """Run ``kvcq serve --engine sglang`` against the stub; yield the process, forked or a fresh interpreter."""
     environment = bare_environment(
         KVCQ_STUB=way, KVCQ_STUB_PID=str(tmp_path / "pids"), KVCQ_STUB_LOG=str(tmp_path / "argv")
     )
     environment["PYTHONPATH"] = f"{STUB}{os.pathsep}{ROOT}"
     options = ("--model", str(tiny.model), "--engine", "sglang", "--dtype", "bfloat16", "--port", "0", "--json")
-    process = subprocess.Popen(
-        [sys.executable, str(driver), "serve", str(tiny.folder / "nova.kvcq"), *options, *more],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    words = ("serve", str(tiny.folder / "nova.kvcq"), *options, *more)
+    if fresh:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, str(DRIVER), *words], env=environment, stdout=pipe, stderr=pipe)
+    else:
+        process = Forked(words, environment, prepare=on_a_gpu)
     try:
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def on_a_gpu():
+    home.this_machine = lambda: MACHINE
 
 
 def end(process, number):
@@ -54,7 +60,8 @@ def all_gone(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_server_and_is_the_exit_code(tiny, tmp_path, number, code):
     own = ("--trace", str(tmp_path / "t.jsonl"), "--sink-entries", "3")
-    with command(tiny, tmp_path, "child", *own, "--", "--log-level", "info") as process:
+    flags = (*own, "--", "--log-level", "info")
+    with command(tiny, tmp_path, "child", *flags, fresh=number == signal.SIGTERM) as process:
         told = json.loads(process.stdout.readline())
         assert told["engine"] == "sglang"
         assert not (set(told) & {"api_key"})

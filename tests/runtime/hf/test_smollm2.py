@@ -37,27 +37,27 @@ def test_answers_are_those_of_an_exact_pass_alone_and_in_a_batch(loaded):
 
     with host_of(exact, windows=SMALL, **options) as host:
         # In float64 the packed cache is the one pass; what float32 adds are codes that fall on the other side.
-        tokens = prompts(loaded, (200,))[0]
-        assert relative(run(exact, host.new_cache(), tokens, [120, 1, 79]), reference(tokens)) < 1e-6
+        tokens = prompts(loaded, (150,))[0]
+        assert relative(run(exact, host.new_cache(), tokens, [90, 1, 59]), reference(tokens)) < 1e-6
     with (
         host_of(model, windows=SMALL, **options) as packed,
         host_of(model, windows=SMALL, mode="simulate", **options) as simulated,
     ):
-        results = check_answers(model, (packed, simulated), reference, prompts(loaded, (200, 130, 170)), 16)
+        results = check_answers(model, (packed, simulated), reference, prompts(loaded, (150, 110, 130)), 8)
     for against_exact, in_batch in results:
         print(against_exact, in_batch)
-        assert against_exact.ties <= 2 and against_exact.mean < 0.5
+        assert against_exact.ties <= 1 and against_exact.mean < 0.5
         assert in_batch.ties <= 1 and in_batch.mean < 0.1
 
 
 def test_generate_in_its_forms_on_a_real_model(loaded):
     model = loaded.model
-    tokens = prompts(loaded, (90,))[0][None].repeat(1, 2)
+    tokens = prompts(loaded, (48,))[0][None].repeat(1, 2)
 
     def answers(cache, **options):
         torch.manual_seed(0)
         return model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, **{CACHE: cache} | options
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, **{CACHE: cache} | options
         )
 
     forms = (

@@ -19,7 +19,9 @@ def sources(request):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    made = make_world(tmp_path_factory.mktemp("sglang") / "world", ("oscar",), num_hidden_layers=2)
+    made = make_world(
+        tmp_path_factory.mktemp("sglang") / "world", ("oscar",), num_hidden_layers=2, num_key_value_heads=1
+    )
     return made.model, made.pack("oscar", made.folder / "oscar.kvcq")
 
 

@@ -1,6 +1,7 @@
 """Each hook against the sources and the real hook registry of every supported release of SGLang."""
 
 import ast
+import functools
 import logging
 import multiprocessing
 import subprocess
@@ -37,8 +38,21 @@ def functions():
     }
 
 
+@functools.cache
+def registry_code(version):
+    return compile(Sources(version).text(REGISTRY), REGISTRY, "exec")
+
+
 def stand_in(monkeypatch, sources):
     """Put a module tree in place of SGLang: its real registry, and every target with its real parameters."""
+    foreign = {id(module) for module in sys.modules.values()}
+
+    class Few:
+        """What the registry sees of `sys`: thousands of modules that are older than a target hold no name of it."""
+
+        @property
+        def modules(self):
+            return {name: module for name, module in sys.modules.items() if id(module) not in foreign}
 
     def module(name):
         if name not in sys.modules or not hasattr(sys.modules[name], "stand_in"):
@@ -50,7 +64,8 @@ def stand_in(monkeypatch, sources):
         return sys.modules[name]
 
     registry = module(REGISTRY)
-    exec(compile(sources.text(REGISTRY), REGISTRY, "exec"), registry.__dict__)  # noqa: S102
+    exec(registry_code(sources.version), registry.__dict__)  # noqa: S102
+    registry.sys = Few()
     for hook in hooks(sources.version):
         parts = hook.target.split(".")
         cut = next(n for n in range(len(parts) - 1, 0, -1) if sources.has(".".join(parts[:n])))
