@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
 
 from kvcq.errors import EvaluationError, UnavailableError
+from kvcq.pipeline.sglang import client
 from kvcq.pipeline.sglang import machine as machines
 from kvcq.pipeline.sglang.child import Child
-from kvcq.pipeline.sglang.client import Client
+from kvcq.pipeline.sglang.client import Client, listens
 from kvcq.pipeline.sglang.machine import Gpu, cuda_devices
 
 
@@ -82,6 +84,37 @@ def test_a_program_that_is_not_there_is_unavailable():
 )
 def test_the_reason_is_the_last_line_that_states_one(code, reason):
     assert lines_of(code)[0].reason() == reason
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_is_listened_on_or_not(host):
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        server.bind((host, 0))
+        port = server.getsockname()[1]
+        assert not listens(host, port)
+        server.listen()
+        assert listens(host, port)
+        server.settimeout(10)
+        server.accept()[0].close()
+
+
+def test_no_connection_answers_itself():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+
+    class Unlucky(socket.socket):
+        def bind(self, address):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            super().bind(("127.0.0.1", port))
+
+    with Unlucky() as own:
+        own.bind(("", 0))
+        own.connect(("127.0.0.1", port))
+        assert own.getsockname() == own.getpeername()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client.socket, "socket", Unlucky)
+        assert not listens("127.0.0.1", port)
 
 
 def test_lines_are_told_as_they_end_whatever_they_hold():

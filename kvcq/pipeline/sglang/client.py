@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,24 @@ class Scored:
     rows: list[dict[int, float]]
 
 
+def listens(host: str, port: int) -> bool:
+    """Tell whether somebody listens on a port of this machine.
+
+    A connection to a port that nobody listens on yet may be given that port as its own, and be answered by itself; it
+    would keep the server from listening there, too.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+        trial.settimeout(HEALTH_SECONDS)
+        try:
+            trial.bind(("", 0))
+            if trial.getsockname()[1] == port:
+                return False
+            trial.connect((host, port))
+        except OSError:
+            return False
+        return True
+
+
 class Client:
     """One server.
 
@@ -47,6 +66,7 @@ class Client:
 
     def __init__(self, host: str, port: int, key: str | None = None, token: str | None = None) -> None:
         where = WILDCARDS.get(host, host)
+        self._where = where, port
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if token is not None:
             headers[HEADER] = token
@@ -82,7 +102,7 @@ class Client:
         while alive() and time.monotonic() < end:
             try:
                 # SGLang answers after a token has been generated, which takes a second at least.
-                if self._http.get("/health", timeout=HEALTH_SECONDS).status_code == 200:
+                if listens(*self._where) and self._http.get("/health", timeout=HEALTH_SECONDS).status_code == 200:
                     return alive()
             except httpx2.HTTPError:
                 pass
