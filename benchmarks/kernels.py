@@ -20,7 +20,8 @@ from pathlib import Path
 from kvcq import BenchRequest, bench
 from kvcq.cli.console import Console
 from kvcq.pipeline.bench.baselines import FLASH
-from kvcq.pipeline.bench.result import BOUND_GBS, BenchResult, Row
+from kvcq.pipeline.bench.result import BenchResult, Row
+from kvcq.pipeline.requests import BOUND_GBS
 
 OPS, CODECS = ("decode", "write", "extend"), ("int2", "vq")
 

@@ -49,7 +49,7 @@ def table(head, rows):
     """Print a table."""
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for row in rows:
-        print("| " + " | ".join(row) + " |")
+        print("| " + " | ".join(row).replace("%", " %") + " |")
     print()
 
 

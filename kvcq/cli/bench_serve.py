@@ -66,8 +66,9 @@ def command(
 
     Example: kvcq bench serve --synthetic qwen3-8b --layers 12 --cells 1x90k,4x90k,fullx30k --filled --out serve.json
     """
-    from kvcq.pipeline.bench_serve.request import BANDWIDTH, ServeBenchRequest
+    from kvcq.pipeline.bench_serve.request import ServeBenchRequest
     from kvcq.pipeline.bench_serve.run import bench_serve
+    from kvcq.pipeline.requests import BOUND_GBS
 
     request = ServeBenchRequest(
         model=model,
@@ -89,7 +90,7 @@ def command(
         max_context=None if max_context is None else parse_length(max_context, "--max-context"),
         dtype=dtype,
         arguments=tuple(arguments or ()),
-        bandwidth=BANDWIDTH if bandwidth is None else bandwidth,
+        bandwidth=BOUND_GBS if bandwidth is None else bandwidth,
         out=out,
         charts=charts,
         force=force,

@@ -12,6 +12,10 @@ Semantics = Literal["by-query", "served", "deferred"]
 CacheChoice = Literal["auto", "packed", "simulate"]
 
 
+# Rate at which an H200 reads its memory, GB/s: what benchmarks call the bound.
+BOUND_GBS = 4500.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Base of all requests: fields that hold paths take strings too."""

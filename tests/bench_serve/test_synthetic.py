@@ -13,7 +13,6 @@ from kvcq.artifacts.bundle import Bundle, open_bundle
 from kvcq.artifacts.verify import read_any
 from kvcq.codecs.pair import HeadCodec
 from kvcq.errors import InputError
-from kvcq.evaluation.canary import canary_verdict
 from kvcq.kernels.arrays import Tables
 from kvcq.models.geometry import plan_geometry
 from kvcq.models.outline import load_outline
@@ -82,17 +81,13 @@ def test_its_codecs_and_tables_build_and_code_rows(model, tmp_path, kind):
     assert all((again - row).norm() / row.norm() < 1.0 for again, row in back)
 
 
-def test_it_says_what_it_is_and_no_server_could_prove_it(model, tmp_path):
+def test_it_says_what_it_is(model, tmp_path):
     _, geometry, outline = model
     manifest = write_synthetic(tmp_path / "a.kvcq", "int2", geometry, outline.identity)
     bundle = open_bundle(tmp_path / "a.kvcq")
     assert manifest.recipe.method == "synthetic-int2" and manifest.provenance.source.startswith("synthetic")
     assert "nothing here says anything about accuracy" in bundle.card and not manifest.validation.contexts
     assert bundle.row.warnings and bundle.report.warnings
-    b, s = bundle.canary["b"], bundle.canary["s"]
-    noise = np.random.default_rng(9).standard_normal(b.shape)
-    statistic = float(((b + noise - b) * (s - b)).sum() / ((s - b) ** 2).sum())
-    assert canary_verdict(statistic) != "active"
 
 
 def test_other_geometries_and_what_is_refused(tmp_path):

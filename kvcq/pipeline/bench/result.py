@@ -9,8 +9,8 @@ from typing import Any
 from kvcq.errors import visible
 from kvcq.pipeline.bench.shapes import Shape
 from kvcq.pipeline.bench.timing import Timing
+from kvcq.pipeline.requests import BOUND_GBS
 
-BOUND_GBS = 4500.0
 TITLES = {
     "decode": "Decode attention, one token a request, windows included",
     "step": "Beside attention, a decode step maps its queries in every layer and plans once",

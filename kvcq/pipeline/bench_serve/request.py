@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcq.pipeline.requests import Request
-
-# Read rate of an H200, GB/s.
-BANDWIDTH = 4500.0
+from kvcq.pipeline.requests import BOUND_GBS, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ class ServeBenchRequest(Request):
     max_context: int | None = None
     dtype: str = "auto"
     arguments: tuple[str, ...] = ()
-    bandwidth: float = BANDWIDTH
+    bandwidth: float = BOUND_GBS
     start_seconds: float = 1200.0
     out: Path | None = None
     charts: Path | None = None

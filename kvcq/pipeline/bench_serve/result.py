@@ -162,6 +162,7 @@ class ServeBenchResult:
             "rows": [
                 {**asdict(row), "bf16_ratio": self.ratio(row), "expected_ms": self.expected(row)} for row in self.rows
             ],
+            "problems": self.problems,
             "seconds": self.seconds,
         }
 
