@@ -5,13 +5,16 @@
     python benchmarks/serve_replay.py ask ... --name warm1 --keep --out warm1.json          (again, prefixes kept)
     python benchmarks/serve_replay.py ask ... --name cold16 --batch 16 --out cold16.json
     python benchmarks/serve_replay.py compare --bundle NAME.kvcq --model DIR --trace trace.jsonl cold1.json ...
+    python benchmarks/serve_replay.py compare ... --shard 0/2 --out 0.json cold1.json ...      (in many processes)
+    python benchmarks/serve_replay.py pool 0.json 1.json
 
 `ask` sends prompts of 20 to `--longest` tokens, every fifth behind the beginning of the one before, and keeps greedy
 tokens and log-probs. `compare` replays each list of boundaries twice in transformers, the server's own tokens fed: in
 float32 by torch alone, which is the reference, and in bfloat16 by the kernels. It prints how far the server and the
-bfloat16 replay are from the reference; a server that is right is no further than the replay. Without `--bundle` the
-server is one with a BF16 cache. Each prefill of a retracted request is replayed with the tokens that it led to, those
-before them in its prompt; what the trace cannot tell is counted as not replayed.
+bfloat16 replay are from the reference; a server that is right is no further than the replay. `pool` prints what
+several processes found as one. Without `--bundle` the server is one with a BF16 cache. Each prefill of a retracted
+request is replayed with the tokens that it led to, those before them in its prompt; what the trace cannot tell is
+counted as not replayed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -144,17 +148,22 @@ class Replay:
 class Tally:
     """Differences from the reference, and tokens that it would not have chosen."""
 
-    def __init__(self):
-        self.differences, self.gaps, self.tokens = [], [], 0
+    def __init__(self, differences=(), gaps=(), tokens=0):
+        self.differences, self.gaps, self.tokens = list(differences), list(gaps), tokens
 
-    def add(self, reference, values, targets, chosen):
-        """Count log-probs `values` of `targets`, and the last tokens `chosen` greedily."""
+    @classmethod
+    def of(cls, reference, values, targets, chosen):
+        """Compare log-probs `values` of `targets`, and the last tokens `chosen` greedily."""
         own = reference.gather(1, targets[:, None])[:, 0]
-        self.differences += (own - values.to(own.device)).abs().tolist()
         last = reference[-len(chosen) :]
         gaps = last.amax(-1) - last.gather(1, chosen[:, None])[:, 0]
-        self.gaps += [gap for gap in gaps.tolist() if gap > 0]
-        self.tokens += len(chosen)
+        return cls((own - values.to(own.device)).abs().tolist(), [g for g in gaps.tolist() if g > 0], len(chosen))
+
+    def join(self, other):
+        """Count what another counted."""
+        self.differences += other.differences
+        self.gaps += other.gaps
+        self.tokens += other.tokens
 
     def __str__(self):
         ordered, gaps = sorted(self.differences) or [0.0], sorted(self.gaps)
@@ -163,6 +172,48 @@ class Tally:
             f"nats; {len(gaps)} of {self.tokens} tokens chosen otherwise, by {sum(gaps) / max(len(gaps), 1):.3f} nats "
             f"in the mean, {max(gaps, default=0.0):.3f} at most"
         )
+
+
+class Found:
+    """What the replays of one run found.
+
+    Attributes:
+        sides: A tally of the server and of the replay in bfloat16.
+        cuts: KL from the first run of prompts that were cut otherwise there.
+        counts: Of `answers`, those `retracted` and prefilled again among them, and prefills `not replayed`.
+    """
+
+    def __init__(self):
+        self.sides = {"server": Tally(), "transformers, bfloat16": Tally()}
+        self.cuts = {"other tokens from the cache": [], "chunks cut elsewhere": []}
+        self.counts = Counter(answers=0, retracted=0, **{"not replayed": 0})
+
+    def plain(self):
+        """Return it for JSON."""
+        sides = {who: vars(tally) for who, tally in self.sides.items()}
+        return {"sides": sides, "cuts": self.cuts, "counts": self.counts}
+
+    def join(self, plain):
+        """Add what another process found."""
+        for who, tally in plain["sides"].items():
+            self.sides[who].join(Tally(**tally))
+        for kind, values in plain["cuts"].items():
+            self.cuts[kind] += values
+        self.counts.update(plain["counts"])
+
+    def print(self, name):
+        """Print a line for each side and each kind of cuts."""
+        told = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        for who, tally in self.sides.items():
+            print(f"{name} | {who} | {tally} | {told}", flush=True)
+        for kind, values in self.cuts.items():
+            if values:
+                mean = sum(values) / len(values)
+                print(
+                    f"{name} | KL from the first run, {kind}: mean {mean:.4f}, max {max(values):.4f}, "
+                    f"{len(values)} prompts",
+                    flush=True,
+                )
 
 
 def usable(record):
@@ -204,18 +255,17 @@ def compare(options):
     runs = {run["name"]: run["answers"] for run in (json.loads(path.read_text()) for path in options.answers)}
     index, of = options.shard
     exact, served = Replay(options, True), Replay(options, False)
-    first, known = {}, {}
+    first, known, result = {}, {}, {}
     for name, answers in runs.items():
-        tallies, skipped, again = {"server": Tally(), "transformers, bfloat16": Tally()}, 0, 0
-        other_cuts = {"other tokens from the cache": [], "chunks cut elsewhere": []}
+        side = result[name] = Found()
         for number, answer in list(enumerate(answers))[index::of]:
             if options.only and number not in options.only:
                 continue
             found = passes(answer, records.get(answer["rid"], []))
-            again += len(found) - 1
+            side.counts.update(answers=1, retracted=int(len(found) > 1))
             for record, begin, stop in found:
                 if options.trace is not None and not usable(record):
-                    skipped += 1
+                    side.counts["not replayed"] += 1
                     continue
                 boundaries, tokens = () if record is None else record.boundaries, answer["tokens"][begin:stop]
                 prompt, output = answer["prompt"] + answer["tokens"][:begin], answer["output"][begin:stop]
@@ -227,12 +277,11 @@ def compare(options):
                 ]
                 targets = torch.tensor(prompt[start + 1 :] + tokens, device=reference.device)
                 values, own = torch.tensor(given + output), other.gather(1, targets[:, None])[:, 0]
-                sides = (values, targets[-len(tokens) :]), (own, other[-len(tokens) :].argmax(-1))
-                for (who, tally), (own_values, chosen) in zip(tallies.items(), sides, strict=True):
-                    tally.add(reference, own_values, targets, chosen)
+                both = (values, targets[-len(tokens) :]), (own, other[-len(tokens) :].argmax(-1))
+                for (who, tally), (own_values, chosen) in zip(side.sides.items(), both, strict=True):
+                    alone = Tally.of(reference, own_values, targets, chosen)
+                    tally.join(alone)
                     if options.only:
-                        alone = Tally()
-                        alone.add(reference, own_values, targets, chosen)
                         print(f"{answer['rid']}, {len(prompt)} tokens, {boundaries} | {who} | {alone}", flush=True)
                 if len(runs) == 1 or len(found) > 1:
                     continue
@@ -242,15 +291,22 @@ def compare(options):
                 if cold[0] != boundaries:
                     a, b = (x[: -len(tokens)] for x in (cold[1], reference))
                     one, two = ([c.position for c in cuts if c.kind == "cached"] for cuts in (cold[0], boundaries))
-                    kind = list(other_cuts)[one == two]
-                    other_cuts[kind].append(float((a.exp() * (a - b)).sum(-1).mean()))
-        for who, tally in tallies.items():
-            print(f"{name} | {who} | {tally} | {skipped} not replayed, {again} prefilled again", flush=True)
-        for kind, found in other_cuts.items():
-            if found:
-                told = f"mean {sum(found) / len(found):.4f}, max {max(found):.4f}, {len(found)} prompts"
-                print(f"{name} | KL from the first run, {kind}: {told}", flush=True)
+                    kind = list(side.cuts)[one == two]
+                    side.cuts[kind].append(float((a.exp() * (a - b)).sum(-1).mean()))
+        side.print(name)
+    if options.out is not None:
+        options.out.write_text(json.dumps({name: side.plain() for name, side in result.items()}))
     _between(runs, records)
+
+
+def pool(options):
+    """Print what several processes found as one."""
+    result = {}
+    for path in options.found:
+        for name, plain in json.loads(path.read_text()).items():
+            result.setdefault(name, Found()).join(plain)
+    for name, side in result.items():
+        side.print(name)
 
 
 def _between(runs, records):
@@ -297,7 +353,11 @@ def main():
     two.add_argument(
         "--only", type=lambda text: {int(n) for n in text.split(",")}, help="prompts, each with its own line"
     )
+    two.add_argument("--out", type=Path, help="for pool")
     two.add_argument("answers", type=Path, nargs="+")
+    three = commands.add_parser("pool")
+    three.set_defaults(run=pool)
+    three.add_argument("found", type=Path, nargs="+")
     for command in (one, two):
         command.add_argument("--model", required=True)
     options = parser.parse_args()

@@ -93,6 +93,7 @@ class Soak:
         self.asked, self.talks = deque(maxlen=64), deque(maxlen=64)
         self.counts, self.faults, self.answers = Counter(crashes=0, refused=0), Counter(), []
         self.lock, self.over = threading.Lock(), threading.Event()
+        self.saved = 0
 
     def _cut(self, rng, length):
         at = rng.randrange(max(len(self.ids) - length, 1))
@@ -232,12 +233,25 @@ class Soak:
         while any(thread.is_alive() for thread in threads):
             if time.monotonic() >= end:
                 self.over.set()
+            self.save()
             # A worker will notice a failure.
             with suppress(httpx2.HTTPError):
                 for load in loads(http):
                     most |= Counter({name: load[name] for name in LOADS})
             time.sleep(0.5)
+        self.save()
         return most
+
+    def save(self):
+        """Write what is kept so far: replays need not wait for the end."""
+        with self.lock:
+            kept = len(self.answers)
+            text = json.dumps({"name": self.options.name, "answers": self.answers}) if kept > self.saved else ""
+        if text and self.options.out is not None:
+            part = self.options.out.with_suffix(".part")
+            part.write_text(text)
+            part.replace(self.options.out)
+            self.saved = kept
 
 
 def audit(http, first):
@@ -290,8 +304,6 @@ def main():
         wrong += audit(http, soak.ids[0])
     except (httpx2.HTTPError, KeyError) as error:
         wrong.append(f"the books cannot be read: {error!r}")
-    if options.out is not None:
-        options.out.write_text(json.dumps({"name": options.name, "answers": soak.answers}))
     totals = ("num_retracted_requests_total", "num_aborted_requests_total", "evicted_tokens_total")
     total = {name: sum(after.get(name, [])) - sum(before.get(name, [])) for name in totals}
     summary = {"seed": options.seed, "seconds": options.seconds, "capacity": info["max_total_num_tokens"]}
