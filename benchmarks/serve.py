@@ -1,14 +1,14 @@
 """SGLang with bundles beside BF16, and on demand beside the figures that it is built for.
 
-Usage: python benchmarks/serve.py first|full|prefill|job [--out serve.json] [--charts DIR] [--force] [--targets]
+Usage: python benchmarks/serve.py first|full|job [--out serve.json] [--charts DIR] [--force] [--targets]
            [--layers N] [-- flags for SGLang]
        python benchmarks/serve.py --read serve.json [more.json ...]
 
 Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
 
     first     decoding behind 90k and 30k, the split of a step, one prompt; contexts are filled in
-    full      decoding behind 90k and 30k, as many requests as fit, and the split of a step; contexts are filled in
-    prefill   prompts that are computed, and prefix hits of 0, 50 and 100 %
+    full      decoding behind 90k and 30k, as many requests as fit, the split of a step, contexts filled in; prompts that
+              are computed, and prefix hits of 0, 50 and 100 %
     job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
 
 `--read` prints the tables and targets of runs that are over, or were cut short. `--targets` prints those of a run: they
@@ -53,11 +53,10 @@ RUNS = {
         synthetic="qwen3-8b",
         cells=("1x90k", "4x90k", "fullx90k", "fullx30k"),
         splits=("1x8k", "8x8k", "32x8k", "128x8k"),
+        prompts=("1x8k", "4x8k", "1x32k"),
+        hits=("16x8k",),
         filled=True,
         max_running=160,
-    ),
-    "prefill": ServeBenchRequest(
-        synthetic="qwen3-8b", layers=12, prompts=("1x8k", "4x8k", "1x32k"), hits=("16x8k",), output=64
     ),
     "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, job_output=256, max_running=32),
 }
