@@ -58,7 +58,7 @@ RUNS = {
         filled=True,
         max_running=160,
     ),
-    "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, job_output=256, max_running=32),
+    "job": ServeBenchRequest(synthetic="qwen3-4b", jobs=("32x100k",), filled=True, max_running=32),
 }
 
 

@@ -111,6 +111,13 @@ def test_a_window_of_fewer_is_told_as_one():
     assert statistics.decode_window([stream(0.0, 1.0, 0.01, 1)]) is None
 
 
+def test_requests_that_begin_late_or_end_early_do_not_run_all_the_time():
+    lines = [stream(0.0, 1.0, 0.01, 101), stream(0.0, 1.2, 0.01, 101), stream(0.0, 1.0, 0.01, 51)]
+    assert [statistics.running(lines, *span) for span in ((1.25, 1.45), (1.25, 1.6), (1.1, 1.4), (2.1, 2.3))] == [
+        3, 2, 2, 0,
+    ]  # fmt: skip
+
+
 @given(st.lists(st.floats(0.001, 1.0), min_size=2, max_size=60))
 def test_latencies_are_ranks(gaps):
     times = np.cumsum([1.0, *gaps])

@@ -37,7 +37,7 @@ def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
         prompts=("2x512",),
         hits=("2x1k",),
         jobs=("4x512",),
-        splits=("2x1k",),
+        splits=("1x1k", "2x1k"),
         filled=True,
         kinds=("int2", "vq"),
         out=out,
@@ -45,7 +45,7 @@ def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
     )
     assert [arm.name for arm in result.arms] == ["bf16-triton", "int2", "vq"] and not result.failed
     assert [(arm.capacity, arm.cell) for arm in result.arms] == [(1600, 4096), (6400, 576), (6400, 576)]
-    assert not told.warnings and len(result.rows) == 3 * 8
+    assert [line.split(":")[0] for line in told.warnings] == ["split 2x1k bf16-triton"] and len(result.rows) == 3 * 9
     rows = {(row.kind, row.arm, row.cell): row for row in result.rows}
     one, full = rows[("decode", "int2", "1x1k")], rows[("decode", "int2", "fullx1k")]
     # The stub takes two milliseconds for a token, however many run.
@@ -60,14 +60,18 @@ def test_every_kind_of_cell_is_measured_in_every_arm(run, tmp_path):
     assert not prefill.filled and prefill.ttft_ms > 0 and prefill.prefill_per_s > 0 and prefill.hit_share == 0
     shares = [rows[("hits", "vq", f"2x1k {share}%")].hit_share for share in (0, 50, 100)]
     assert shares == [0, 0.5, 0.75]
-    split = rows[("split", "int2", "2x1k")]
+    split, wide = (rows[("split", "int2", cell)] for cell in ("1x1k", "2x1k"))
     assert split.step_ms == pytest.approx(LENGTH / 1000) and split.classes_us == pytest.approx(CLASSES)
     assert result.expected(split) == pytest.approx(split.step_ms)
+    # BF16 holds one such request: a step of one is not compared with a step of two.
+    fewer = rows[("split", "bf16-triton", "2x1k")]
+    assert (wide.running, fewer.running, fewer.problem) == (2, 1, "1 of 2 requests fit")
+    assert result.expected(wide) is None and result.ratio(wide) is None
     job = rows[("job", "vq", "4x512")]
     assert job.running == 4 and job.tokens_per_s == pytest.approx(4 * 24 / job.wall_s)
     record = json.loads(out.read_text())
     settings = record["settings"]
-    assert len(record["rows"]) == 24 and settings["filled"] is True and "--load-format" in settings["flags"]
+    assert len(record["rows"]) == 27 and settings["filled"] is True and "--load-format" in settings["flags"]
     assert [path.name for path in sorted((tmp_path / "charts").iterdir())] == ["decode.svg", "hits.svg", "split.svg"]
     assert "random weights" in result.text() and "not prefilled" in result.text()
 
@@ -84,6 +88,19 @@ def test_a_profiler_that_does_not_start_or_end_costs_its_cell_only(run, monkeypa
         result, _ = run(way, cells=("1x256",), splits=("1x256",), prompts=("1x256",), kinds=())
         assert [row.kind for row in result.rows] == ["decode", "split", "prefill"]
         assert words in result.rows[1].problem and not result.rows[0].problem and not result.rows[2].problem, way
+
+
+def test_a_step_that_is_traced_when_fewer_run_says_so(run, monkeypatch):
+    profile = measure._profile
+
+    async def late(http, folder):
+        began, split = await profile(http, folder)
+        return began + 60.0, split
+
+    monkeypatch.setattr(measure, "_profile", late)
+    result, _ = run(splits=("2x256",), kinds=())
+    row = result.rows[0]
+    assert (row.running, row.problem) == (0, "0 of 2 requests ran while it was traced") and row.step_ms
 
 
 def test_requests_that_fail_are_not_traced(run, monkeypatch):

@@ -142,26 +142,35 @@ class _Meter:
         yield self._whole(self._windowed("job", cell, count, output, lines), lines)
 
     def split(self, cell: Cell) -> Iterator[Row]:
-        count, output = self._count(cell, self._plan.output), self._plan.output
+        output, running = self._plan.output, self._running
+        asked = self._count(cell, output)
+        # A step is compared with steps of as many requests: none may wait while it is traced.
+        count = max(1, min(asked, fitting(running.capacity, cell.input, output), running.most))
         self._flush()
         with tempfile.TemporaryDirectory(prefix="kvcq-trace-") as folder:
-            found: list[Split] = []
+            found: list[tuple[float, Split]] = []
 
             async def profile(http: httpx2.AsyncClient) -> None:
                 found.append(await _profile(http, Path(folder)))
 
             bodies = self._bodies("split", cell, count, output)
             try:
-                lines = send(self._running.url, bodies, self._running.key, profile)
+                lines = send(running.url, bodies, running.key, profile)
             except EvaluationError:
                 # A profiler that goes on would slow every cell after this one.
                 self._post("/stop_profile", TRACE_SECONDS)
                 raise
-        got = found[0]
+        began, got = found[0]
         row = self._windowed("split", cell, count, output, lines)
+        there = statistics.running(lines, began, began + got.steps * got.step / 1e6)
+        told = f"{count} of {asked} requests fit" if count < asked else None
+        if there < count:
+            told = f"{there} of {count} requests ran while it was traced"
         # The profiler's own cost is outside of the steps that it has traced, but inside the window.
         yield replace(
             row,
+            running=there,
+            bound_ms=self._bound(running, there, cell.input + output // 2),
             tokens_per_s=None,
             window_s=None,
             itl_ms=None,
@@ -171,6 +180,7 @@ class _Meter:
             gap_us=got.gap,
             steps=got.steps,
             top=got.top,
+            problem=row.problem or told,
         )
 
     def _count(self, cell: Cell, output: int) -> int:
@@ -260,8 +270,8 @@ class _Meter:
         return replace(row, wall_s=seconds, tokens_per_s=sum(line.tokens for line in lines) / seconds)
 
 
-async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
-    """Trace some steps of what runs now, and return what they consist of."""
+async def _profile(http: httpx2.AsyncClient, folder: Path) -> tuple[float, Split]:
+    """Trace some steps of what runs now, and return when they began and what they consist of."""
     asked = {
         "output_dir": str(folder),
         "num_steps": SPLIT_STEPS,
@@ -277,15 +287,15 @@ async def _profile(http: httpx2.AsyncClient, folder: Path) -> Split:
     if answer.status_code != 200:
         # SGLang answers 500 where its profiler does not start; its own lines say why.
         raise EvaluationError(f"HTTP {answer.status_code}", where="/start_profile")
-    end = time.monotonic() + TRACE_SECONDS
-    while time.monotonic() < end:
+    began = time.perf_counter()
+    while time.perf_counter() < began + TRACE_SECONDS:
         for path in sorted(folder.glob("*.trace.json*")):
             try:
                 events = read_trace(path)
             except EvaluationError:
                 # It is still being written.
                 continue
-            return split(events, SPLIT_STEPS)
+            return began, split(events, SPLIT_STEPS)
         await asyncio.sleep(POLL_SECONDS)
     # Its last step may have been beyond the end of the requests.
     raise EvaluationError(f"no trace within {TRACE_SECONDS:g} s", where="/start_profile", fix="raise --output")

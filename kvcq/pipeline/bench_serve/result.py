@@ -45,6 +45,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "split": (
         *_CELL,
+        ("running", lambda row: row.running and str(row.running)),
         ("step", lambda row: None if row.step_ms is None else 1000 * row.step_ms),
         *((name, lambda row, name=name: (row.classes_us or {}).get(name)) for name in CLASSES),
         ("idle", lambda row: row.gap_us),
@@ -106,8 +107,9 @@ class ServeBenchResult:
         return arms + [row.line() for row in self.rows if row.problem and value(row) is None] + self.problems
 
     def same(self, row: Row) -> list[Row]:
-        """Return the rows of every arm in the cell of a row."""
-        return [other for other in self.rows if (other.kind, other.cell) == (row.kind, row.cell)]
+        """Return the rows of every arm in the cell of a row; of a split, those with as many requests in a step."""
+        there = [other for other in self.rows if (other.kind, other.cell) == (row.kind, row.cell)]
+        return [other for other in there if row.kind != "split" or other.running == row.running]
 
     def ratio(self, row: Row, against: str | None = None) -> float | None:
         """Return how many times better a row is than BF16.

@@ -50,17 +50,16 @@ def decode_window(lines: Sequence[Timeline]) -> Window | None:
     edges = sorted({line.first for line in lines} | {line.last for line in lines})
     best: tuple[int, float, float, float] | None = None
     for start, stop in pairwise(edges):
-        running = sum(line.first <= start and line.last >= stop for line in lines)
-        key = (running, stop - start, start, stop)
+        key = (running(lines, start, stop), stop - start, start, stop)
         best = key if best is None or key[:2] > best[:2] else best
     if best is None:
         return None
-    running, seconds, start, stop = best
+    requests, seconds, start, stop = best
     there = [line.events for line in lines if line.first <= start and line.last >= stop]
     if not seconds or all(sum(start <= time <= stop for time, _ in events) < 2 for events in there):
         return None
     made = sum(_tokens(events, stop) - _tokens(events, start) for events in there)
-    return Window(running, seconds, made / seconds) if made else None
+    return Window(requests, seconds, made / seconds) if made else None
 
 
 def _tokens(events: Sequence[tuple[float, int]], when: float) -> float:
@@ -68,6 +67,11 @@ def _tokens(events: Sequence[tuple[float, int]], when: float) -> float:
     at = bisect_left(events, when, key=lambda event: event[0])
     (after, tokens), (before, fewer) = events[at], events[max(at - 1, 0)]
     return tokens if after == before else fewer + (tokens - fewer) * (when - before) / (after - before)
+
+
+def running(lines: Sequence[Timeline], start: float, stop: float) -> int:
+    """Return how many requests decode all the time from `start` to `stop`."""
+    return sum(line.first <= start and line.last >= stop for line in lines)
 
 
 def first_token(lines: Sequence[Timeline]) -> Latency:
