@@ -7,8 +7,8 @@ Usage: python benchmarks/serve.py first|full|job [--out serve.json] [--charts DI
 Runs `kvcq bench serve` with cells that belong together; each is meant to take less than ten minutes on one H200:
 
     first     decoding behind 90k and 30k, the split of a step, one prompt; contexts are filled in
-    full      decoding behind 90k and 30k, as many requests as fit, the split of a step, contexts filled in; prompts that
-              are computed, and prefix hits of 0, 50 and 100 %
+    full      decoding behind 90k and 30k, as many requests as fit, and the split of a step, contexts filled in; prompts
+              that are computed, and prefix hits of 0, 50 and 100 %
     job       32 requests at 100k with the shape of Qwen3-4B; contexts are filled in
 
 `--read` prints the tables and targets of runs that are over, or were cut short. `--targets` prints those of a run: they
