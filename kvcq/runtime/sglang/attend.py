@@ -3,6 +3,7 @@
 ::
 
     extend    map queries - write codes, keep frame rows aside - attend - store the windows' rows
+              (prompts that all begin: write, attend by a library, store)
     decode    map queries - write codes and the windows' rows - attend
 
 In an extend the windows are stored last: its queries still read what the rings held before it.
@@ -10,6 +11,7 @@ In an extend the windows are stored last: its queries still read what the rings 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from kvcq.kernels.arrays import LayerCache, Tables
 from kvcq.kernels.attention import Decoder
+from kvcq.kernels.causal import LEAST, attend_causal, usable
 from kvcq.kernels.extend import extend
 from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
@@ -43,6 +46,11 @@ class Rule:
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether products are only scaled."""
+        return self.softcap is None and self.window is None and self.sinks is None
 
     def shifted(self, tables: Tables) -> bool:
         """Tell whether the part of products that centred keys lack is read."""
@@ -96,6 +104,12 @@ class Attention:
         self.clamped = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
         self._step: Step | None = None
         self._padded = True
+        self._begins: tuple[int, ...] = ()
+        able = functools.cache(usable)
+        self._library = {
+            number: able(q_heads, layer.heads, layer.k.d, layer.v.d, layer.k.map.dtype, req_to_token.device)
+            for number, layer in self._tables.items()
+        }
         self.reserve(max_batch)
 
     def reserve(self, max_batch: int) -> None:
@@ -140,13 +154,15 @@ class Attention:
         self._planned.clear()
         self._step = self._board.fill(batch)
 
-    def begin_extend(self, batch: Batch, tokens: int | None = None) -> None:
+    def begin_extend(self, batch: Batch, tokens: int | None = None, begins: tuple[int, ...] = ()) -> None:
         """Prepare a prefill, or a chunk of it, of every request of a batch.
 
         Args:
             batch: The forward.
             tokens: Its tokens without padding, None if unknown.
+            begins: New tokens of each request where none of them has a history; empty otherwise or if unknown.
         """
+        self._begins = begins if begins and min(begins) >= LEAST else ()
         self._step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
         self._padded = tokens is None or tokens != self._step.tokens
 
@@ -213,9 +229,6 @@ class Attention:
             raise ValueError(f"layer {number} extends by {q.shape[0]} tokens, prepared was {_told(step)}")
         step = step.narrow(q.shape[0])
         served = tables.k.map.dtype
-        mapped = torch.empty(q.shape, dtype=served, device=q.device)
-        offset = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if rule.shifted(tables) else None
-        map_queries(tables, q.to(served), mapped, offset)
         rows = (
             torch.empty(k.shape, dtype=served, device=q.device),
             torch.empty(v.shape, dtype=served, device=q.device),
@@ -223,9 +236,29 @@ class Attention:
         # Frame rows are wanted either way; a negative slot stores nothing.
         slots = step.slots if save else torch.full_like(step.slots, -1)
         self._write(tables, cache, k, v, step, slots, rows)
-        shape = (*q.shape[:2], tables.v.d)
         new = torch.zeros if self._padded else torch.empty
-        out = new(shape, dtype=served, device=q.device)
+        out = new((*q.shape[:2], tables.v.d), dtype=served, device=q.device)
+        if self._begins and rule.plain and self._library[number]:
+            attend_causal(q.to(served), k.to(served), v.to(served), self._begins, rule.scaling, out)
+        else:
+            self._attend(tables, cache, step, q.to(served), rows, rule, out)
+        if save:
+            store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
+        return out
+
+    def _attend(
+        self,
+        tables: Tables,
+        cache: LayerCache,
+        step: ExtendStep,
+        q: Tensor,
+        rows: tuple[Tensor, Tensor],
+        rule: Rule,
+        out: Tensor,
+    ) -> None:
+        mapped = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        offset = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if rule.shifted(tables) else None
+        map_queries(tables, q, mapped, offset)
         extend(
             tables,
             cache,
@@ -241,9 +274,6 @@ class Attention:
             window=rule.window,
             out=out,
         )
-        if save:
-            store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
-        return out
 
     def _write(
         self,

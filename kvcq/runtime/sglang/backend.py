@@ -52,6 +52,12 @@ def rule_of(layer: Any, extras: Mapping[str, Any]) -> Rule:
     )
 
 
+def begins_of(batch: Any) -> tuple[int, ...]:
+    """Return the new tokens of each request of a prefill where none of them has a prefix; empty otherwise."""
+    firsts, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    return () if firsts is None or counts is None or any(firsts) else tuple(map(int, counts))
+
+
 def make_backend_class() -> type[Any]:
     """Return the class of the backend; imports SGLang."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -89,7 +95,7 @@ def make_backend_class() -> type[Any]:
                 self.attention.begin_decode(forward_batch)
             elif mode.name == "EXTEND":
                 self.token_to_kv_pool.settle()
-                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens)
+                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens, begins_of(forward_batch))
                 if self.trace is not None and self.trace.active:
                     self._note(self.trace, forward_batch)
             else:

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcq.kernels import causal
 from kvcq.kernels.arrays import Tables
+from kvcq.kernels.causal import attend_causal
 from kvcq.models.geometry import plan_geometry
 from kvcq.runtime.hf.semantics import Served
+from kvcq.runtime.sglang import attend
 from kvcq.runtime.sglang.attend import Attention, Rule, size_for
 from kvcq.runtime.sglang.layers import shard
 from kvcq.runtime.sglang.ranks import head_range
@@ -93,6 +96,39 @@ def test_chunks_prefix_hits_and_decode_equal_the_replay_of_their_boundaries(fami
     )
     for row, logits in enumerate(wanted):
         assert relative(torch.cat(found[row]), logits) < 2e-3
+
+
+@pytest.mark.parametrize(("family", "pair"), [("llama", "int2"), ("qwen2", "vq"), ("gpt_oss", "int2")])
+def test_prompts_that_begin_are_attended_by_a_library_and_stored_as_ever(monkeypatch, family, pair):
+    extra = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {}
+    model = tiny_model(family, num_hidden_layers=1, num_key_value_heads=1, **extra)
+    calls = []
+
+    def answers(least):
+        def spy(q, k, v, lengths, scaling, out):
+            calls.append(lengths)
+            attend_causal(q, k, v, lengths, scaling, out)
+
+        monkeypatch.setattr(attend, "usable", lambda *_: True)
+        monkeypatch.setattr(attend, "attend_causal", spy)
+        monkeypatch.setattr(attend, "LEAST", least)
+        monkeypatch.setattr(causal, "STEP", 32)
+        stage = Stage(tables_of(model, *PAIRS[pair]), WINDOWS)
+        with served(model, attention_of(stage, model)) as answer:
+            a, b, c = (stage.admit(draw(93, seed)) for seed in (1, 2, 3))
+            found = [answer(stage.extend([(a, 70), (b, 32)], padding=3))]
+            # One has a history, one is short.
+            found += [answer(stage.extend([(a, 20), (c, 40)])), answer(stage.extend([(b, 9)]))]
+            found += [answer(stage.decode([a, b, c])), answer(stage.decode([a, b, c]))]
+        pages = [cache.pages for cache in stage.caches.values()]
+        return found, pages
+
+    (ours, plain), (theirs, pages) = answers(10_000), answers(16)
+    # Learned sinks weigh in: no library.
+    assert calls == ([] if family == "gpt_oss" else [(70, 32)])
+    for one, two in zip(ours, theirs, strict=True):
+        assert relative(two[: min(102, len(two))], one[: min(102, len(one))]) < 1e-5
+    assert all(torch.equal(one, two) for one, two in zip(plain, pages, strict=True))
 
 
 def test_neighbours_padding_and_cuts_for_larger_batches_change_nothing():

@@ -1,0 +1,49 @@
+"""Prompts that begin: a library's causal attention, in lengths that it has plans for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcq.kernels import causal
+from kvcq.kernels.causal import attend_causal, usable
+
+
+def exact(q, k, v, scaling):
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    products = (scaling * q @ k.mT).masked_fill(torch.ones(q.shape[1], q.shape[1], device=q.device).triu(1) > 0, -1e300)
+    return (products.softmax(-1) @ v).transpose(0, 1)
+
+
+def error(lengths, dtype, device, heads=(4, 2), d=32):
+    """Return the relative error over several prompts, queries and keys as views of one projection."""
+    fused = torch.randn(sum(lengths) + 5, (heads[0] + 2 * heads[1]) * d, generator=torch.Generator().manual_seed(0))
+    parts = fused.to(device, dtype).split([heads[0] * d, heads[1] * d, heads[1] * d], -1)
+    q, k, v = (x.unflatten(-1, (-1, d)) for x in parts)
+    out = torch.full(q.shape, 7.0, dtype=dtype, device=device)
+    attend_causal(q, k, v, lengths, 0.3, out)
+    assert (out[sum(lengths) :] == 7).all()
+    wanted = [exact(*part, 0.3) for part in zip(*(x[: sum(lengths)].split(lengths) for x in (q, k, v)), strict=True)]
+    wanted = torch.cat(wanted)
+    return float((out[: sum(lengths)].double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("lengths", [(16,), (1, 16, 33), (5, 31)])
+def test_prompts_of_any_length_see_themselves_only(monkeypatch, lengths):
+    monkeypatch.setattr(causal, "STEP", 16)
+    assert error(list(lengths), torch.float32, torch.device("cpu")) < 1e-6
+
+
+def test_without_a_gpu_there_is_no_library():
+    assert not usable(4, 2, 32, 32, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_cudnn_is_as_right_as_the_kernels():
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability() < causal.HOPPER:
+        pytest.skip("cuDNN is asked from Hopper on")
+    for d, heads in ((64, (14, 2)), (128, (32, 8)), (128, (8, 8))):
+        assert usable(*heads, d, d, torch.bfloat16, device)
+        assert error([1024, 1500, 2048], torch.bfloat16, device, heads, d) < 4e-3
