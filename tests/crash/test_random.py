@@ -17,9 +17,7 @@ KILLS = 30
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["collect", "fit", "validate", "pack"])
-def test_random_kills_never_leave_what_the_next_step_accepts(
-    bench: Bench, references: References, verb: str
-) -> None:
+def test_random_kills_never_leave_what_the_next_step_accepts(bench: Bench, references: References, verb: str) -> None:
     out = bench.out(verb)
     words = bench.words(verb, out) + ["--resume"] * (verb == "collect")
     started = time.monotonic()
