@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -178,23 +179,32 @@ class Found:
     """What the replays of one run found.
 
     Attributes:
+        numbers: Which answers.
         sides: A tally of the server and of the replay in bfloat16.
         cuts: KL from the first run of prompts that were cut otherwise there.
-        counts: Of `answers`, those `retracted` and prefilled again among them, and prefills `not replayed`.
+        counts: Of answers, those `retracted` and prefilled again, and of their prefills those `not replayed`.
     """
 
     def __init__(self):
+        self.numbers = []
         self.sides = {"server": Tally(), "transformers, bfloat16": Tally()}
         self.cuts = {"other tokens from the cache": [], "chunks cut elsewhere": []}
-        self.counts = Counter(answers=0, retracted=0, **{"not replayed": 0})
+        self.counts = Counter(retracted=0, **{"not replayed": 0})
 
     def plain(self):
         """Return it for JSON."""
         sides = {who: vars(tally) for who, tally in self.sides.items()}
-        return {"sides": sides, "cuts": self.cuts, "counts": self.counts}
+        return {"numbers": self.numbers, "sides": sides, "cuts": self.cuts, "counts": self.counts}
 
     def join(self, plain):
-        """Add what another process found."""
+        """Add what another process found.
+
+        Raises:
+            ValueError: answers that are counted already.
+        """
+        if twice := sorted(set(self.numbers) & set(plain["numbers"])):
+            raise ValueError(f"answers {twice} are counted already")
+        self.numbers += plain["numbers"]
         for who, tally in plain["sides"].items():
             self.sides[who].join(Tally(**tally))
         for kind, values in plain["cuts"].items():
@@ -203,7 +213,7 @@ class Found:
 
     def print(self, name):
         """Print a line for each side and each kind of cuts."""
-        told = ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        told = ", ".join([f"{len(self.numbers)} answers", *(f"{count} {what}" for what, count in self.counts.items())])
         for who, tally in self.sides.items():
             print(f"{name} | {who} | {tally} | {told}", flush=True)
         for kind, values in self.cuts.items():
@@ -262,7 +272,8 @@ def compare(options):
             if options.only and number not in options.only:
                 continue
             found = passes(answer, records.get(answer["rid"], []))
-            side.counts.update(answers=1, retracted=int(len(found) > 1))
+            side.numbers.append(number)
+            side.counts["retracted"] += len(found) > 1
             for record, begin, stop in found:
                 if options.trace is not None and not usable(record):
                     side.counts["not replayed"] += 1
@@ -294,8 +305,8 @@ def compare(options):
                     kind = list(side.cuts)[one == two]
                     side.cuts[kind].append(float((a.exp() * (a - b)).sum(-1).mean()))
         side.print(name)
-    if options.out is not None:
-        options.out.write_text(json.dumps({name: side.plain() for name, side in result.items()}))
+        if options.out is not None:
+            options.out.write_text(json.dumps({name: side.plain() for name, side in result.items()}))
     _between(runs, records)
 
 
@@ -304,7 +315,10 @@ def pool(options):
     result = {}
     for path in options.found:
         for name, plain in json.loads(path.read_text()).items():
-            result.setdefault(name, Found()).join(plain)
+            try:
+                result.setdefault(name, Found()).join(plain)
+            except ValueError as error:
+                sys.exit(f"{path}: {name}: {error}")
     for name, side in result.items():
         side.print(name)
 

@@ -7,7 +7,7 @@ r"""Soak of ``kvcq serve --engine sglang``: mixed requests from many workers, th
 
 More workers than fit keep requests in the queue, and long answers in a small pool have some retracted. Draws are
 seeded, time is not: which request meets which is another every time. About a tenth of the finished ones are written
-to `--out` for `compare`: `--keep` of those that are read whole or as a stream.
+to `--out` for `compare`, while the soak goes on: `--keep` of those that are read whole or as a stream.
 
 It ends with 1 when the server fails or answers wrongly, or when anything is still held once nothing runs: requests,
 tokens of the pool, rows of the ring, sink entries that copies name, or attention that did not take the kernels.
@@ -93,7 +93,8 @@ class Soak:
         self.asked, self.talks = deque(maxlen=64), deque(maxlen=64)
         self.counts, self.faults, self.answers = Counter(crashes=0, refused=0), Counter(), []
         self.lock, self.over = threading.Lock(), threading.Event()
-        self.saved = 0
+        # Not even an empty list: what a former soak left is not this one's.
+        self.saved = -1
 
     def _cut(self, rng, length):
         at = rng.randrange(max(len(self.ids) - length, 1))
@@ -226,6 +227,7 @@ class Soak:
     def run(self, http):
         """Have the workers work; return the most requests that ran and waited, and the fullest pool."""
         most = Counter()
+        self.save()
         threads = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(self.options.workers)]
         for thread in threads:
             thread.start()
@@ -245,13 +247,16 @@ class Soak:
     def save(self):
         """Write what is kept so far: replays need not wait for the end."""
         with self.lock:
-            kept = len(self.answers)
-            text = json.dumps({"name": self.options.name, "answers": self.answers}) if kept > self.saved else ""
-        if text and self.options.out is not None:
-            part = self.options.out.with_suffix(".part")
-            part.write_text(text)
+            answers = list(self.answers)
+        if self.options.out is None or len(answers) == self.saved:
+            return
+        part = self.options.out.with_suffix(".part")
+        try:
+            part.write_text(json.dumps({"name": self.options.name, "answers": answers}))
             part.replace(self.options.out)
-            self.saved = kept
+            self.saved = len(answers)
+        except OSError as error:
+            self._fault(f"answers are not written: {error}")
 
 
 def audit(http, first):

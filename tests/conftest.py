@@ -1,11 +1,13 @@
 """Property tests draw the same examples everywhere and have no deadline: machines differ in speed."""
 
+import functools
 import os
 from pathlib import Path
 
 # Workers that share cores would wait for each other's threads; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import httpcore2
 import pytest
 import torch
 from hypothesis import settings
@@ -13,6 +15,11 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("kvcq", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("kvcq")
+# What a process has written outlives it: a flush to the disk itself is for machines that lose power. Tests of its order
+# note the calls, and fresh processes make them.
+os.fsync = lambda descriptor: None
+# Every client would read the certificates of this machine anew, which takes longer than most answers to it.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 if not torch.cuda.is_available():
     # Without a GPU kernels run in Triton's interpreter, which is asked for when Triton is imported: whichever test

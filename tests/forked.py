@@ -52,6 +52,12 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self.returncode is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            self.wait()
+        return self.returncode
+
     def wait(self, timeout: float = 60.0) -> int:
         """Return the exit code; a child that is late is killed."""
         if self.returncode is None:

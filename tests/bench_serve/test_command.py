@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from kvcq.pipeline.bench_serve import run as home
 from kvcq.pipeline.bench_serve.result import ServeBenchResult
 from kvcq.pipeline.bench_serve.run import bench_serve
+from kvcq.pipeline.sglang import client
 from tests.bench_serve.test_parts import example
 from tests.chain import bare_environment
-from tests.serve_sglang.conftest import ROOT, STUB
+from tests.forked import Forked
+from tests.serve_sglang.conftest import MACHINE, OFTEN, ROOT, STUB
 
 SENDER = """
 import signal
@@ -69,22 +72,35 @@ run()
 """
 
 
-def command(*arguments, way="", **environment):
-    env = bare_environment(KVCQ_STUB=way, **environment) | {"PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}"}
-    own = [sys.executable, "-c", DRIVER, "bench", "serve", *arguments]
-    return subprocess.run(own, env=env, capture_output=True, text=True, check=False, timeout=180, cwd=ROOT)
+def command(*arguments, way="", fresh=False):
+    """Run ``kvcq bench serve``, forked or by a fresh interpreter; return the exit code and both streams."""
+    env = bare_environment(KVCQ_STUB=way) | {"PYTHONPATH": f"{STUB}{os.pathsep}{ROOT}"}
+    words = ["bench", "serve", *arguments]
+    if fresh:
+        own = [sys.executable, "-c", DRIVER, *words]
+        done = subprocess.run(own, env=env, capture_output=True, text=True, check=False, timeout=180, cwd=ROOT)
+        return done.returncode, done.stdout, done.stderr
+    process = Forked(words, env, prepare=on_a_gpu)
+    out, err = process.communicate(timeout=180)
+    return process.returncode, out.decode(), err.decode()
+
+
+def on_a_gpu():
+    home.this_machine = lambda: MACHINE
+    client.POLL_SECONDS = OFTEN
 
 
 def test_the_command_prints_tables_and_tells_what_failed(tmp_path):
     options = ("--synthetic", "qwen3-8b", "--layers", "1", "--cells", "1x256", "--output", "24", "--max-running", "4")
-    done = command(*options, "--bf16", "triton", "--kinds", "int2", "--json", "--", "--log-level", "info")
-    assert done.returncode == 0, done.stderr
-    assert [row["arm"] for row in json.loads(done.stdout)["rows"]] == ["bf16-triton", "int2"]
-    done = command(*options, "--bf16", "triton,flashinfer", "--kinds", "int2", "--quiet", way="no_flashinfer")
-    assert done.returncode == 1 and "| 1x256 | bf16-triton |" in done.stdout
-    assert done.stderr.splitlines()[-1].startswith("error: 1 without a figure, first bf16-flashinfer: ")
-    done = command("--model", "m", "--cells", "1x8k", "--dry-run")
-    assert done.returncode == 0 and "bf16-triton, bf16-flashinfer" in done.stdout
+    more = ("--json", "--", "--log-level", "info")
+    code, out, err = command(*options, "--bf16", "triton", "--kinds", "int2", *more, fresh=True)
+    assert code == 0, err
+    assert [row["arm"] for row in json.loads(out)["rows"]] == ["bf16-triton", "int2"]
+    code, out, err = command(*options, "--bf16", "triton,flashinfer", "--kinds", "int2", "--quiet", way="no_flashinfer")
+    assert code == 1 and "| 1x256 | bf16-triton |" in out
+    assert err.splitlines()[-1].startswith("error: 1 without a figure, first bf16-flashinfer: ")
+    code, out, _ = command("--model", "m", "--cells", "1x8k", "--dry-run")
+    assert code == 0 and "bf16-triton, bf16-flashinfer" in out
 
 
 SCRIPT = """

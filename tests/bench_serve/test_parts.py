@@ -242,6 +242,10 @@ def example():
     def row(kind, arm, cell, **more):
         return Row(kind, arm, cell, 1, 100, 10, **more)
 
+    def step(arm, ms, attention, **more):
+        classes = {"attention": attention, "gemm": 3000.0}
+        return row("split", arm, "1x8k", running=1, step_ms=ms, classes_us=classes, **more)
+
     rows = [
         row("decode", "bf16-triton", "1x8k", tokens_per_s=100.0, step_ms=10.0, bound_ms=5.0),
         row("decode", "bf16-flashinfer", "1x8k", tokens_per_s=125.0, step_ms=8.0),
@@ -249,9 +253,19 @@ def example():
         row("decode", "int2", "2x8k", problem="HTTP 500"),
         row("job", "bf16-triton", "4x8k", wall_s=10.0),
         row("job", "int2", "4x8k", wall_s=2.0),
-        row("split", "bf16-triton", "1x8k", step_ms=10.0, classes_us={"attention": 6000.0, "gemm": 3000.0}),
-        row("split", "bf16-flashinfer", "1x8k", step_ms=8.0, classes_us={"attention": 4000.0, "gemm": 3000.0}),
-        row("split", "int2", "1x8k", step_ms=5.5, classes_us={"attention": 1000.0, "gemm": 3000.0}, gap_us=9.0),
+        step("bf16-triton", 10.0, 6000.0),
+        row(
+            "split", "bf16-flashinfer", "1x8k", running=1, step_ms=8.0, classes_us={"attention": 4000.0, "gemm": 3000.0}
+        ),
+        row(
+            "split",
+            "int2",
+            "1x8k",
+            running=1,
+            step_ms=5.5,
+            classes_us={"attention": 1000.0, "gemm": 3000.0},
+            gap_us=9.0,
+        ),
     ]
     arms = [
         ArmRecord("bf16-triton", "triton", 1000, 8, 100),

@@ -98,9 +98,11 @@ def test_a_step_that_is_traced_when_fewer_run_says_so(run, monkeypatch):
         return began + 60.0, split
 
     monkeypatch.setattr(measure, "_profile", late)
-    result, _ = run(splits=("2x256",), kinds=())
-    row = result.rows[0]
-    assert (row.running, row.problem) == (0, "0 of 2 requests ran while it was traced") and row.step_ms
+    result, _ = run(splits=("2x256",))
+    assert [row.problem for row in result.rows] == ["only 0 of 2 requests ran all the time while it was traced"] * 2
+    assert all(row.step_ms and row.running is None and row.bound_ms is None for row in result.rows)
+    # Both say so, which does not make them alike.
+    assert all(result.ratio(row) is None and result.expected(row) is None for row in result.rows)
 
 
 def test_requests_that_fail_are_not_traced(run, monkeypatch):

@@ -22,6 +22,7 @@ from kvcq.pipeline.fit import fit
 from kvcq.pipeline.requests import FitRequest
 from tests.chain import World, bare_environment, contents
 from tests.crash.verbs import Bench, sealed
+from tests.forked import Forked
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs fork and file locks")
 
@@ -183,8 +184,13 @@ def test_an_interrupted_collect_names_the_command_that_continues(
 ) -> None:
     out = bench.folder / "it"
     words = bench.words("collect", out)
-    command = [sys.executable, "-c", "from kvcq.cli.main import run; run()", *words, "--chunk", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=bare_environment())
+    words += ["--chunk", "1"]
+    process: Forked | subprocess.Popen[bytes]
+    if number == signal.SIGINT:
+        process = Forked(words, bare_environment())
+    else:
+        command = [sys.executable, "-c", "from kvcq.cli.main import run; run()", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=bare_environment())
     while not (bench.folder / ".it.checkpoint").exists() and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(number)
@@ -195,8 +201,8 @@ def test_an_interrupted_collect_names_the_command_that_continues(
         last.startswith("error: ") and last.endswith("run the same command with --resume") and "Traceback" not in last
     )
     assert [path.name for path in bench.folder.iterdir()] == [".it.checkpoint"]
-    assert bench.run([*words, "--chunk", "1", "--resume"]).code == 0
-    assert bench.run([*words, "--chunk", "1", "--out", str(bench.folder / "whole")]).code == 0
+    assert bench.run([*words, "--resume"]).code == 0
+    assert bench.run([*words, "--out", str(bench.folder / "whole")]).code == 0
     assert sealed(out) == sealed(bench.folder / "whole")
 
 

@@ -91,9 +91,8 @@ class Bench:
 
     def _child(self, words: list[str], faults: Faults | None) -> None:
         code = 99
-        # Collecting the parent's objects would copy its pages; and a process that dies loses no page of a file.
+        # Collecting the parent's objects would copy its pages.
         gc.freeze()
-        os.fsync = lambda descriptor: None
         try:
             with self.log.open("w") as log, Path(os.devnull).open("w") as nothing:
                 sys.stdout, sys.stderr = nothing, log

@@ -24,9 +24,9 @@ def test_a_real_model_reads_and_answers_through_the_cache(quick: Quickstart, tmp
         model="smollm2-135m",
         data=("builtin:pydoc-topics",),
         out=tmp_path / "report",
-        contexts=(768,),
+        contexts=(640,),
         tasks=("perplexity", "decode-kl", "needle"),
-        decode_steps=8,
+        decode_steps=6,
         needle_tasks=("single_2",),
         needle_items=1,
         needle_depths=(50.0,),
@@ -36,10 +36,10 @@ def test_a_real_model_reads_and_answers_through_the_cache(quick: Quickstart, tmp
     reference, nova, naive = (row.tasks for row in report.artifacts)
     assert reference is not None and nova is not None and naive is not None
     loaded = load_model("smollm2-135m", notify=lambda _: None)
-    text = build_corpus(iter_documents(request.data), loaded.tokenizer, labels=("x",), seq_len=768, num_tokens=768)
+    text = build_corpus(iter_documents(request.data), loaded.tokenizer, labels=("x",), seq_len=640, num_tokens=640)
     tokens = torch.from_numpy(text.sequences[0].tokens.astype("int64"))
     logits = forward(loaded.model, tokens[None])[0]
-    losses = torch.nn.functional.cross_entropy(logits[383:-1], tokens[384:], reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits[319:-1], tokens[320:], reduction="none")
     assert reference.perplexity[0].nll == pytest.approx(float(losses.sum()), rel=5e-3)
     assert nova.perplexity[0].ratio < 1.1 < naive.perplexity[0].ratio
     assert nova.decode_kl[0].kl < naive.decode_kl[0].kl

@@ -1,8 +1,8 @@
-"""Compile what a kernel file launches for sm_90, which needs no GPU. Run as a process of its own: no interpreter here.
+"""Compile what kernel files launch for sm_90, which needs no GPU. Run as a process of its own: no interpreter here.
 
-Usage: python -m tests.kernels.compile_variants decode 0/2 all|few
+Usage: python -m tests.kernels.compile_variants decode,merge 0/2 all|few
 
-Compiles every second variant from the first one on: of all of them, or of the few that differ most.
+Compiles every second variant of each file from the first one on: of all of them, or of the few that differ most.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ def few(variants: list[Variant]) -> list[Variant]:
     return chosen
 
 
-def main(module: str, part: str, which: str) -> int:
+def main(modules: str, part: str, which: str) -> int:
     """Compile, print a line each, and return 1 if one does not compile."""
     index, parts = map(int, part.split("/"))
+    return max([compile_module(module, index, parts, which) for module in modules.split(",")])
+
+
+def compile_module(module: str, index: int, parts: int, which: str) -> int:
+    """Do so for one file."""
     found = importlib.import_module(f"kvcq.kernels.{module}").variants()
     failed = 0
     for name, kernel, signature, constants, options in (found if which == "all" else few(found))[index::parts]:
@@ -49,11 +54,11 @@ def main(module: str, part: str, which: str) -> int:
         try:
             source = ASTSource(kernel, {arg: types[arg] for arg in kernel.arg_names}, constants)
             built = triton.compile(source, target=HOPPER, options=options)
-            print(f"{name}: {time.monotonic() - begin:.1f} s, {built.metadata.shared} B shared", flush=True)
+            print(f"{module} {name}: {time.monotonic() - begin:.1f} s, {built.metadata.shared} B shared", flush=True)
         except Exception as error:
             failed = 1
             lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
-            print(f"FAILED {name}: {type(error).__name__}: {lines[0][:300]}", flush=True)
+            print(f"FAILED {module} {name}: {type(error).__name__}: {lines[0][:300]}", flush=True)
     return failed
 
 

@@ -303,7 +303,7 @@ def small(monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dt
         monkeypatch.setattr(module, "WINDOWS", Windows(sink=4, recent=16))
 
     def build(codec: str, chunk: int = 1, fill: bool = True) -> Step:
-        return layers.build_step(codec, Shape(2, 150, 64, 4, 2, chunk), 2, fill=fill, device=device, dtype=dtype)
+        return layers.build_step(codec, Shape(2, 90, 64, 4, 2, chunk), 2, fill=fill, device=device, dtype=dtype)
 
     return build
 
@@ -333,7 +333,7 @@ def test_what_is_timed_computes_what_it_is_compared_with(small: Callable[..., St
 def test_parts_of_a_chunk_are_what_they_are_in_the_whole(small: Callable[..., Step]) -> None:
     step = small("int2", chunk=40)
     q, rows = layers.random_queries(step)[0], (step.random(80, 2, 64), step.random(80, 2, 64))
-    oldest = extend.oldest_by_query(110, 40, extend.WINDOWS).repeat(2)
+    oldest = extend.oldest_by_query(50, 40, extend.WINDOWS).repeat(2)
     starts = torch.tensor([0, 40, 80])
     arrays = (step.tables[0], step.caches[0], step.requests, q, rows)
     whole = reference_extend(*arrays, starts=starts, oldest=oldest, scaling=step.scaling)
@@ -372,18 +372,18 @@ def test_a_run_joins_baselines_kernels_and_peers(
     monkeypatch.setattr(measure, "baselines", lambda *_: [Baseline("a library", Timing(60.0, 60.0, 60.0, 1))])
     peer = tmp_path / "peer.py"
     peer.write_text("def prepare(shape):\n    return lambda: None\n")
-    shape = Shape(2, 150, 64, 4, 2)
-    plan = [("decode", shape), ("append", shape), ("extend", Shape(1, 150, 64, 4, 2, chunk=20))]
+    shape = Shape(2, 90, 64, 4, 2)
+    plan = [("decode", shape), ("append", shape), ("extend", Shape(1, 90, 64, 4, 2, chunk=20))]
     request = BenchRequest(codecs=("int2",), ops=("decode", "write", "extend"), peers=(f"mine={peer}",))
     result = measure.measure(request, plan, SILENT)
-    assert not result.wrong and list(result.choices) == ["int2 2x150@64:4/2"]
+    assert not result.wrong and list(result.choices) == ["int2 2x90@64:4/2"]
     found = {(row.op, row.codec, row.kernel): row.ratio for row in result.rows if row.timing}
     for key in (("decode", "int2", "triton"), ("append", "int2", "triton"), ("peer", "-", "mine")):
         assert found[key] == 6.0
     assert found["extend", "bf16", "a library"] == 1.0
     (refused,) = (row for row in result.rows if row.kernel == "cuda")
     assert refused.timing is None and refused.problem and not refused.wrong
-    assert "not timed: decode 2x150@64:4/2 int2 cuda" in result.text()
+    assert "not timed: decode 2x90@64:4/2 int2 cuda" in result.text()
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcq.errors import UnsupportedError
@@ -94,6 +94,7 @@ def check(plan: Plan, lengths: list[int], exact_from: list[int], windows: Window
     assert all(item == [0, 0, 0, 0] for item in items[used:] + leads[used:])
 
 
+@settings(max_examples=40)
 @given(
     lengths=st.lists(lengths_ragged, min_size=1, max_size=64),
     windows=st.sampled_from([Windows(sink=64, recent=256), Windows(sink=0, recent=0), Windows(sink=3, recent=100)]),
@@ -118,7 +119,7 @@ def test_every_position_is_covered_once(
     check(plan, lengths, exact_from, windows, window)
 
 
-@pytest.mark.parametrize("batch", [65, 600, pytest.param(4096, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("batch", [65, 300, pytest.param(4096, marks=pytest.mark.exhaustive)])
 def test_large_batches(batch: int, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(batch)
     lengths = torch.randint(0, 3000, (batch,), generator=draw).tolist()

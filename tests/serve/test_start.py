@@ -23,6 +23,7 @@ from kvcq.pipeline.serve import serve
 from kvcq.runtime.codecs import served_codecs
 from kvcq.runtime.hf.cache import Host
 from tests.chain import bare_environment
+from tests.forked import Forked
 from tests.serve.conftest import request_of
 from tests.tiny import save_tiny
 
@@ -150,13 +151,12 @@ def test_sizes_have_binary_units():
 )
 def test_the_command_tells_when_it_is_ready_and_ends_with_its_signal(tiny, number, code, word):
     words = ["serve", str(tiny.folder / "nova.kvcq"), "--model", str(tiny.model), "--port", "0", "--memory", "64M"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvcq", *words, "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=bare_environment(),
-        text=True,
-    )
+    process: Forked | subprocess.Popen[bytes]
+    if number == signal.SIGINT:
+        process = Forked([*words, "--json"], bare_environment())
+    else:
+        command = [sys.executable, "-m", "kvcq", *words, "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=bare_environment())
     ready = json.loads(process.stdout.readline())
     body = {"model": ready["model"], "prompt": "a", "max_tokens": 3}
     assert httpx2.post(f"{ready['url']}/v1/completions", json=body, timeout=60).status_code == 200
@@ -167,8 +167,9 @@ def test_the_command_tells_when_it_is_ready_and_ends_with_its_signal(tiny, numbe
         next(lines)
         process.send_signal(number)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    rest, told = process.communicate(timeout=60)
-    assert process.returncode == code and rest == ""
+    rest, lines = process.communicate(timeout=60)
+    told = lines.decode()
+    assert process.returncode == code and rest == b""
     assert told.splitlines()[-1] == f"error: {word}: the server has shut down, 2 answers given"
     table = {line.partition(":")[0]: line for line in told.splitlines()}
     assert "nova.kvcq, nova, digest" in table["bundle"] and "192 bytes a token, 1024 in BF16" in table["cache"]

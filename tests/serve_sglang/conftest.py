@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcq.pipeline.serve_sglang import serve_sglang
+from kvcq.pipeline.sglang import client
 from kvcq.pipeline.sglang.machine import Gpu, Machine
 from kvcq.pipeline.sglang.request import SglangRequest
 from tests.background import in_background
@@ -16,6 +17,8 @@ from tests.chain import make_world
 
 STUB = Path(__file__).parent / "stub"
 ROOT = Path(__file__).resolve().parents[2]
+# Seconds between questions whether a server is well: the stub is at the second one.
+OFTEN = 0.05
 MACHINE = Machine("0.5.15.post1", (Gpu("NVIDIA H200", 140 << 30, (9, 0)), Gpu("NVIDIA H200", 140 << 30, (9, 0))))
 
 
@@ -33,6 +36,7 @@ def stub(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{STUB}{os.pathsep}{ROOT}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("KVCQ_STUB", raising=False)
+    monkeypatch.setattr(client, "POLL_SECONDS", OFTEN)
 
     def choose(way="", **more):
         monkeypatch.setenv("KVCQ_STUB", way)

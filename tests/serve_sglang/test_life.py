@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import kvcq.pipeline.serve_sglang as home
+from kvcq.pipeline.sglang import client
 from kvcq.runtime.sglang.settings import Settings
 from tests.chain import bare_environment
 from tests.forked import Forked
-from tests.serve_sglang.conftest import MACHINE, ROOT, STUB, argv_of, gone
+from tests.serve_sglang.conftest import MACHINE, OFTEN, ROOT, STUB, argv_of, gone
 
 DRIVER = Path(__file__).parent / "driver.py"
 
@@ -45,6 +46,7 @@ def command(tiny, tmp_path, way, *more, fresh=False):
 
 def on_a_gpu():
     home.this_machine = lambda: MACHINE
+    client.POLL_SECONDS = OFTEN
 
 
 def end(process, number):

@@ -162,15 +162,15 @@ class _Meter:
                 raise
         began, got = found[0]
         row = self._windowed("split", cell, count, output, lines)
-        there = statistics.running(lines, began, began + got.steps * got.step / 1e6)
+        there = statistics.running(lines, began, began + SPLIT_STEPS * got.step / 1e6)
         told = f"{count} of {asked} requests fit" if count < asked else None
         if there < count:
-            told = f"{there} of {count} requests ran while it was traced"
+            told = f"only {there} of {count} requests ran all the time while it was traced"
         # The profiler's own cost is outside of the steps that it has traced, but inside the window.
         yield replace(
             row,
-            running=there,
-            bound_ms=self._bound(running, there, cell.input + output // 2),
+            running=count if there == count else None,
+            bound_ms=self._bound(running, count, cell.input + output // 2) if there == count else None,
             tokens_per_s=None,
             window_s=None,
             itl_ms=None,

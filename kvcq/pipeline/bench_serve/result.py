@@ -107,9 +107,11 @@ class ServeBenchResult:
         return arms + [row.line() for row in self.rows if row.problem and value(row) is None] + self.problems
 
     def same(self, row: Row) -> list[Row]:
-        """Return the rows of every arm in the cell of a row; of a split, those with as many requests in a step."""
+        """Return the rows of every arm in the cell of a row; of a split, those with as many requests in every step."""
         there = [other for other in self.rows if (other.kind, other.cell) == (row.kind, row.cell)]
-        return [other for other in there if row.kind != "split" or other.running == row.running]
+        if row.kind == "split":
+            return [other for other in there if row.running is not None and other.running == row.running]
+        return there
 
     def ratio(self, row: Row, against: str | None = None) -> float | None:
         """Return how many times better a row is than BF16.

@@ -17,7 +17,7 @@ class Row:
         input: Tokens of each prompt.
         output: Tokens that each generates.
         filled: The context was put there, not prefilled.
-        running: Requests that decoded at once in the window.
+        running: Requests that decoded at once in the window, or in every step of a split; None where that varied.
         tokens_per_s: Decode throughput: of the window, or of the whole for hits and jobs.
         step_ms: From one token of a request to its next, in the window.
         window_s: Length of the window.
