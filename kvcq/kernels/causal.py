@@ -17,46 +17,44 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Shorter prompts are not worth a call each.
 LEAST, STEP = 1024, 512
-HOPPER = (9, 0)
+HOPPER = 9
 WIDEST = 128
 
 
 def usable(q_heads: int, kv_heads: int, d_k: int, d_v: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether cuDNN attends on a device: tried once, on zeros."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < HOPPER or d_k != d_v or d_k > WIDEST:
+    """Tell whether cuDNN attends on a device: tried once, on zeros as serving has them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER or d_k != d_v or d_k > WIDEST:
         return False
-    q, kv = (torch.zeros(STEP, heads, d_k, dtype=dtype, device=device) for heads in (q_heads, kv_heads))
+    lengths = (STEP, STEP - 1)
+    fused = torch.zeros(sum(lengths), q_heads + 2 * kv_heads, d_k, dtype=dtype, device=device)
+    q, k, v = fused.split([q_heads, kv_heads, kv_heads], 1)
     try:
-        _attend(q, kv, kv, 1.0)
+        attend_causal(q, k, v, [(0, STEP), (STEP, sum(lengths))], 1.0, torch.empty_like(q))
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return False
     return True
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scaling: float, out: Tensor) -> None:
+def attend_causal(
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], scaling: float, out: Tensor
+) -> None:
     """Attend within each of several prompts.
 
     Args:
-        q: Post-RoPE queries ``[T, Hq, d]``, served dtype, the prompts one after another; what lies behind them is
-            left alone.
+        q: Post-RoPE queries ``[T, Hq, d]``, served dtype.
         k: Keys ``[T, H, d]``, post-RoPE.
         v: Values ``[T, H, d]``.
-        lengths: Tokens of each prompt.
+        spans: Where each prompt begins and ends among the tokens; others are left alone.
         scaling: Factor on products.
         out: ``[T, Hq, d]``, served dtype.
     """
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        out[part] = _attend(q[part], k[part], v[part], scaling)
-        start += length
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    length = q.shape[0]
-    behind = -length % STEP
-    rows = (pad(x, (0, 0, 0, 0, 0, behind)) if behind else x for x in (q, k, v))
-    q, k, v = (x.transpose(0, 1)[None] for x in rows)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-    return found[0].transpose(0, 1)[:length]
+        for start, stop in spans:
+            behind = (start - stop) % STEP
+            # A copy even where nothing is behind: plans are for layouts too.
+            heads_first = [pad(x[start:stop], (0, 0, 0, 0, 0, behind)).transpose(0, 1)[None] for x in (q, k, v)]
+            own_q, own_k, own_v = heads_first
+            found = scaled_dot_product_attention(own_q, own_k, own_v, is_causal=True, scale=scaling, enable_gqa=True)
+            out[start:stop] = found[0].transpose(0, 1)[: stop - start]

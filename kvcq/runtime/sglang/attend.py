@@ -3,7 +3,7 @@
 ::
 
     extend    map queries - write codes, keep frame rows aside - attend - store the windows' rows
-              (prompts that all begin: write, attend by a library, store)
+              (to prompts that begin a library attends)
     decode    map queries - write codes and the windows' rows - attend
 
 In an extend the windows are stored last: its queries still read what the rings held before it.
@@ -12,7 +12,7 @@ In an extend the windows are stored last: its queries still read what the rings 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.windows import store_windows
 from kvcq.kernels.write import write, writers
-from kvcq.runtime.sglang.session import Batch, Board, ExtendStep, Step, extend_step
+from kvcq.runtime.sglang.session import Batch, Begins, Board, ExtendStep, Step, extend_step, find_begins
 from kvcq.spec.plan import Windows
 
 
@@ -104,7 +104,7 @@ class Attention:
         self.clamped = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
         self._step: Step | None = None
         self._padded = True
-        self._begins: tuple[int, ...] = ()
+        self._begins: Begins | None = None
         able = functools.cache(usable)
         self._library = {
             number: able(q_heads, layer.heads, layer.k.d, layer.v.d, layer.k.map.dtype, req_to_token.device)
@@ -154,17 +154,21 @@ class Attention:
         self._planned.clear()
         self._step = self._board.fill(batch)
 
-    def begin_extend(self, batch: Batch, tokens: int | None = None, begins: tuple[int, ...] = ()) -> None:
+    def begin_extend(
+        self, batch: Batch, tokens: int | None = None, lengths: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> None:
         """Prepare a prefill, or a chunk of it, of every request of a batch.
 
         Args:
             batch: The forward.
             tokens: Its tokens without padding, None if unknown.
-            begins: New tokens of each request where none of them has a history; empty otherwise or if unknown.
+            lengths: Of each request the tokens before and the new ones, None if unknown on the host.
         """
-        self._begins = begins if begins and min(begins) >= LEAST else ()
-        self._step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
-        self._padded = tokens is None or tokens != self._step.tokens
+        step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
+        self._step, self._begins = step, None
+        self._padded = tokens is None or tokens != step.tokens
+        if lengths is not None and any(self._library.values()):
+            self._begins = find_begins(step, *lengths, LEAST)
 
     def begin_nothing(self) -> None:
         """Forget the latest step: what follows attends to nothing."""
@@ -238,10 +242,16 @@ class Attention:
         self._write(tables, cache, k, v, step, slots, rows)
         new = torch.zeros if self._padded else torch.empty
         out = new((*q.shape[:2], tables.v.d), dtype=served, device=q.device)
-        if self._begins and rule.plain and self._library[number]:
-            attend_causal(q.to(served), k.to(served), v.to(served), self._begins, rule.scaling, out)
-        else:
+        begins = self._begins if rule.plain and self._library[number] else None
+        if begins is None:
             self._attend(tables, cache, step, q.to(served), rows, rule, out)
+        else:
+            attend_causal(q.to(served), k.to(served), v.to(served), begins.spans, rule.scaling, out)
+        if begins is not None and begins.rest is not None:
+            own = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows, out))
+            some, some_k, some_v, answer = own
+            self._attend(tables, cache, begins.rest, some, (some_k, some_v), rule, answer)
+            out.index_copy_(0, begins.tokens, answer)
         if save:
             store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
         return out

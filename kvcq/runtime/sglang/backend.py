@@ -52,10 +52,13 @@ def rule_of(layer: Any, extras: Mapping[str, Any]) -> Rule:
     )
 
 
-def begins_of(batch: Any) -> tuple[int, ...]:
-    """Return the new tokens of each request of a prefill where none of them has a prefix; empty otherwise."""
+def lengths_of(batch: Any) -> tuple[list[int], list[int]] | None:
+    """Return the tokens before and the new ones of each request of a prefill; None where the host does not know."""
     firsts, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-    return () if firsts is None or counts is None or any(firsts) else tuple(map(int, counts))
+    if firsts is None or counts is None:
+        return None
+    # Lists, or tensors in what SGLang makes up.
+    return [int(first) for first in firsts], [int(count) for count in counts]
 
 
 def make_backend_class() -> type[Any]:
@@ -95,7 +98,7 @@ def make_backend_class() -> type[Any]:
                 self.attention.begin_decode(forward_batch)
             elif mode.name == "EXTEND":
                 self.token_to_kv_pool.settle()
-                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens, begins_of(forward_batch))
+                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens, lengths_of(forward_batch))
                 if self.trace is not None and self.trace.active:
                     self._note(self.trace, forward_batch)
             else:

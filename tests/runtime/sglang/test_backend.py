@@ -10,7 +10,7 @@ import torch
 
 from kvcq.errors import MismatchError, UnsupportedError
 from kvcq.runtime.sglang.attend import Attention
-from kvcq.runtime.sglang.backend import make_backend_class, rule_of
+from kvcq.runtime.sglang.backend import lengths_of, make_backend_class, rule_of
 from tests.runtime.hf.setup import WINDOWS, relative
 from tests.runtime.sglang import small
 from tests.runtime.sglang.loop import radix
@@ -84,6 +84,13 @@ def test_what_a_layer_says_of_its_logits_is_kept():
     assert (rule.scaling, rule.softcap, rule.window) == (0.2, 30.0, 128) and rule.sinks is sinks
     plain = rule_of(layer(sliding_window_size=None, attn_type="decoder"), {"sinks": None})
     assert (plain.softcap, plain.window, plain.sinks) == (None, None, None)
+
+
+def test_lengths_are_read_where_the_host_knows_them():
+    batch = SimpleNamespace(extend_prefix_lens_cpu=torch.tensor([0, 64]), extend_seq_lens_cpu=[3, torch.tensor(4)])
+    assert lengths_of(batch) == ([0, 64], [3, 4])
+    batch.extend_prefix_lens_cpu = None
+    assert lengths_of(batch) is None
 
 
 def test_a_prefill_whose_copies_were_not_made_does_not_attend(parts):
