@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 from pathlib import Path
 
 # Workers that share cores would wait for each other's threads; processes that tests start inherit it.
@@ -15,6 +16,9 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("kvcq", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("kvcq")
+# A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What a process has written outlives it: a flush to the disk itself is for machines that lose power. Tests of its order
 # note the calls, and fresh processes make them.
 os.fsync = lambda descriptor: None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from kvcq.pipeline.sglang import client
 from tests.bench_serve.test_parts import example
 from tests.chain import bare_environment
 from tests.forked import Forked
+from tests.scripts import load_benchmark
 from tests.serve_sglang.conftest import MACHINE, OFTEN, ROOT, STUB
 
 SENDER = """
@@ -136,28 +136,19 @@ def test_a_run_that_is_ended_leaves_no_server(tmp_path):
         assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
-def load_benchmark():
-    place = Path(__file__).parents[2] / "benchmarks" / "serve.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_serve", place)
-    found = importlib.util.module_from_spec(spec)
-    sys.modules["benchmarks_serve"] = found
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_a_refusal_of_the_script_is_one_line(tmp_path, capsys, monkeypatch):
     out = tmp_path / "serve.json"
     out.write_text("{}")
     monkeypatch.setattr(sys, "argv", ["serve.py", "job", "--jobs", "2x1k", "--out", str(out)])
     # A test leaves the handlers of its process alone.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert load_benchmark().main() == 2
+    assert load_benchmark(monkeypatch, "serve").main() == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("error: the output exists") and "--force" in told[0]
 
 
-def test_targets_take_the_best_bundle_of_their_cell(tmp_path, capsys):
-    script = load_benchmark()
+def test_targets_take_the_best_bundle_of_their_cell(monkeypatch, tmp_path, capsys):
+    script = load_benchmark(monkeypatch, "serve")
     result = example()
     rows = [replace(row, cell="1x90k") if row.kind == "decode" and row.cell == "1x8k" else row for row in result.rows]
     result = ServeBenchResult(result.machine, result.model, {}, result.arms, rows)

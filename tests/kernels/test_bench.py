@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,6 +40,7 @@ from kvcq.pipeline.requests import BenchRequest
 from kvcq.runtime.layout import page_bytes
 from kvcq.spec.codec import CodecSpec
 from kvcq.spec.plan import Windows
+from tests.scripts import load_benchmark
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 
@@ -238,12 +237,7 @@ def test_peers_are_files_with_prepare(tmp_path: Path) -> None:
 
 
 def test_every_target_is_measured_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_kernels", place)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, script)
-    spec.loader.exec_module(script)
+    script = load_benchmark(monkeypatch, "kernels")
     assert {(target.op, target.shape) for target in script.TARGETS} <= {
         (op, shape.label) for op, shape in cases(OPS, DECODE)
     }

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 from kvcq.pipeline.recipes import apply_settings, resolve
 from tests.reports.sample import sample_report
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "ablations.py"
+from tests.scripts import load_benchmark
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablations", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablations"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_benchmark(patch, "ablations")
 
 
 def test_every_row_is_a_method_with_these_settings(script: ModuleType) -> None:

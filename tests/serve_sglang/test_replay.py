@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-FOLDER = Path("benchmarks").resolve()
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A function from the name of a script to its module."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+from tests.scripts import load_benchmark
 
 
 def found_of(replay, numbers, values):
@@ -42,8 +24,8 @@ def found_of(replay, numbers, values):
     return found
 
 
-def test_shards_are_pooled_as_one_process_would_print_them(script, tmp_path, capsys):
-    replay = script("serve_replay")
+def test_shards_are_pooled_as_one_process_would_print_them(monkeypatch, tmp_path, capsys):
+    replay = load_benchmark(monkeypatch, "serve_replay")
     paths = []
     for index, (numbers, values) in enumerate((((0, 2), [0.1, -0.3]), ((1,), [0.2]))):
         paths.append(tmp_path / f"{index}.json")
@@ -59,16 +41,16 @@ def test_shards_are_pooled_as_one_process_would_print_them(script, tmp_path, cap
     assert cut.endswith("chunks cut elsewhere: mean 0.2500, max 0.2500, 2 prompts")
 
 
-def test_an_answer_is_not_counted_twice(script, tmp_path):
-    replay = script("serve_replay")
+def test_an_answer_is_not_counted_twice(monkeypatch, tmp_path):
+    replay = load_benchmark(monkeypatch, "serve_replay")
     path = tmp_path / "0.json"
     path.write_text(json.dumps({"cold": found_of(replay, (0, 3), [0.1]).plain()}))
     with pytest.raises(SystemExit, match=r"0.json: cold: answers \[0, 3\] are counted already"):
         replay.pool(SimpleNamespace(found=[path, path]))
 
 
-def test_a_soak_writes_what_it_keeps_as_it_goes(script, tmp_path):
-    soak_sglang = script("soak_sglang")
+def test_a_soak_writes_what_it_keeps_as_it_goes(monkeypatch, tmp_path):
+    soak_sglang = load_benchmark(monkeypatch, "soak_sglang")
     out = tmp_path / "soak.json"
     out.write_text("of a former soak")
     soak = soak_sglang.Soak.__new__(soak_sglang.Soak)

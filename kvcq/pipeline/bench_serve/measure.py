@@ -164,13 +164,14 @@ class _Meter:
         row = self._windowed("split", cell, count, output, lines)
         there = statistics.running(lines, began, began + SPLIT_STEPS * got.step / 1e6)
         told = f"{count} of {asked} requests fit" if count < asked else None
-        if there < count:
+        steady = there == count
+        if not steady:
             told = f"only {there} of {count} requests ran all the time while it was traced"
         # The profiler's own cost is outside of the steps that it has traced, but inside the window.
         yield replace(
             row,
-            running=count if there == count else None,
-            bound_ms=self._bound(running, count, cell.input + output // 2) if there == count else None,
+            running=count if steady else None,
+            bound_ms=self._bound(running, count, cell.input + output // 2) if steady else None,
             tokens_per_s=None,
             window_s=None,
             itl_ms=None,
