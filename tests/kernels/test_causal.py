@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 from kvcq.kernels import causal
-from kvcq.kernels.causal import attend_causal, usable
+from kvcq.kernels.causal import attend_causal, prepare
 
 
 def exact(q, k, v, scaling):
@@ -39,14 +40,19 @@ def test_prompts_of_any_length_see_themselves_only(monkeypatch, lengths):
 
 
 def test_without_a_gpu_there_is_no_library():
-    assert not usable(4, 2, 32, 32, torch.float32, torch.device("cpu"))
+    assert not prepare((4, 2), (32, 32), torch.float32, torch.device("cpu"), 0.3, 8192)
 
 
 @pytest.mark.gpu
-def test_cudnn_is_as_right_as_the_kernels():
+def test_cudnn_is_as_right_as_the_kernels_and_plans_in_advance():
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] != causal.HOPPER:
         pytest.skip("cuDNN is asked on Hopper")
     for d, heads in ((64, (14, 2)), (128, (32, 8)), (128, (8, 8))):
-        assert usable(*heads, d, d, torch.bfloat16, device)
-        assert error([1024, 1500, 2048], torch.bfloat16, device, heads, d) < 4e-3
+        own = (heads, (d, d), torch.bfloat16, device, 0.3)
+        assert prepare(*own, 4096) and not prepare(*own, causal.LEAST - 1)
+        assert error([2048, 2500, 4096], torch.bfloat16, device, heads, d) < 4e-3
+    # Not its dtype: refused without a word, whatever warnings are.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not prepare((8, 8), (128, 128), torch.float32, device, 0.3, 4096)

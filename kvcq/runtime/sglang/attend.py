@@ -11,7 +11,6 @@ In an extend the windows are stored last: its queries still read what the rings 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,13 +20,14 @@ from torch import Tensor
 
 from kvcq.kernels.arrays import LayerCache, Tables
 from kvcq.kernels.attention import Decoder
-from kvcq.kernels.causal import LEAST, attend_causal, usable
+from kvcq.kernels.causal import LEAST, attend_causal
 from kvcq.kernels.extend import extend
 from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.windows import store_windows
 from kvcq.kernels.write import write, writers
-from kvcq.runtime.sglang.session import Batch, Begins, Board, ExtendStep, Step, extend_step, find_begins
+from kvcq.runtime.sglang.begins import Begins, find_begins
+from kvcq.runtime.sglang.session import Batch, Board, ExtendStep, Step, extend_step
 from kvcq.spec.plan import Windows
 
 
@@ -80,6 +80,7 @@ class Attention:
         exact_from: int32 ``[rows]``: before this position a request has no exact row, sinks apart.
         q_heads: Query heads of every layer.
         max_batch: Most requests of a decode step.
+        library: Layers whose prompts that begin a library attends to, see `prepare_layers`.
 
     Attributes:
         clamped: int64 ``[1]``, values that float16 could not hold so far.
@@ -97,6 +98,7 @@ class Attention:
         *,
         q_heads: int,
         max_batch: int,
+        library: frozenset[int] = frozenset(),
     ) -> None:
         self._tables, self._caches, self._q_heads = dict(tables), dict(caches), q_heads
         self._req_to_token, self._exact_from = req_to_token, exact_from
@@ -105,11 +107,7 @@ class Attention:
         self._step: Step | None = None
         self._padded = True
         self._begins: Begins | None = None
-        able = functools.cache(usable)
-        self._library = {
-            number: able(q_heads, layer.heads, layer.k.d, layer.v.d, layer.k.map.dtype, req_to_token.device)
-            for number, layer in self._tables.items()
-        }
+        self._library = library
         self.reserve(max_batch)
 
     def reserve(self, max_batch: int) -> None:
@@ -141,12 +139,13 @@ class Attention:
 
     @property
     def kernels(self) -> dict[int, str]:
-        """What attends in large batches, by layer id, and what writes where that is something else."""
+        """What attends in large batches, by layer id, and what else attends or writes."""
         found = {}
         for number, layer in self._tables.items():
             backend = self._decoder(self._place(layer, self._max_batch, None), layer).choice.backend
             writer = writers(layer, layer.k.map.dtype, self._req_to_token.device)
-            found[number] = backend if writer == backend else f"{backend}, written by {writer}"
+            parts = [backend, *([] if writer == backend else [f"written by {writer}"])]
+            found[number] = ", ".join(parts + ["long prompts by cuDNN"] * (number in self._library))
         return found
 
     def begin_decode(self, batch: Batch) -> None:
@@ -167,7 +166,7 @@ class Attention:
         step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
         self._step, self._begins = step, None
         self._padded = tokens is None or tokens != step.tokens
-        if lengths is not None and any(self._library.values()):
+        if lengths is not None and self._library:
             self._begins = find_begins(step, *lengths, LEAST)
 
     def begin_nothing(self) -> None:
@@ -242,16 +241,15 @@ class Attention:
         self._write(tables, cache, k, v, step, slots, rows)
         new = torch.zeros if self._padded else torch.empty
         out = new((*q.shape[:2], tables.v.d), dtype=served, device=q.device)
-        begins = self._begins if rule.plain and self._library[number] else None
+        begins = self._begins if rule.plain and number in self._library else None
         if begins is None:
             self._attend(tables, cache, step, q.to(served), rows, rule, out)
         else:
             attend_causal(q.to(served), k.to(served), v.to(served), begins.spans, rule.scaling, out)
-        if begins is not None and begins.rest is not None:
-            own = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows, out))
-            some, some_k, some_v, answer = own
-            self._attend(tables, cache, begins.rest, some, (some_k, some_v), rule, answer)
-            out.index_copy_(0, begins.tokens, answer)
+            if begins.rest is not None:
+                some, some_k, some_v, answer = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows, out))
+                self._attend(tables, cache, begins.rest, some, (some_k, some_v), rule, answer)
+                out.index_copy_(0, begins.tokens, answer)
         if save:
             store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
         return out

@@ -14,9 +14,7 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -136,64 +134,6 @@ def extend_step(batch: Batch, req_to_token: Tensor, exact_from: Tensor, windows:
         starts,
         oldest,
     )
-
-
-@dataclass(frozen=True)
-class Begins:
-    """Which requests of an extend a library attends to, and what is left for the kernel.
-
-    Attributes:
-        spans: Where the tokens of each of them begin and end.
-        rest: The other requests, by themselves; None where there are none.
-        tokens: int64, which tokens of the extend those of `rest` are.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    rest: ExtendStep | None
-    tokens: Tensor
-
-
-def find_begins(step: ExtendStep, firsts: Sequence[int], counts: Sequence[int], least: int) -> Begins | None:
-    """Take the requests without a history and of `least` tokens or more out of an extend; None where none is.
-
-    A request is attended to alike whatever others there are.
-
-    Args:
-        step: Of all.
-        firsts: Tokens that each request has before.
-        counts: New tokens of each.
-        least: Of these.
-    """
-    ends = list(accumulate(counts))
-    alone = [not first and count >= least for first, count in zip(firsts, counts, strict=True)]
-    if not any(alone) or ends[-1] > step.tokens:
-        return None
-    spans = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    device = step.slots.device
-    left = [index for index, taken in enumerate(alone) if not taken]
-    ranges = [torch.arange(*spans[index]) for index in left]
-    tokens = (torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.int64)).to(device)
-    taken = tuple(span for span, own in zip(spans, alone, strict=True) if own)
-    if not left:
-        return Begins(taken, None, tokens)
-    chosen, numbers = torch.tensor(left, device=device), [counts[index] for index in left]
-    whole = step.batch
-    batch = Requests(
-        whole.page_table.index_select(0, chosen),
-        whole.slots.index_select(0, chosen),
-        whole.lengths.index_select(0, chosen),
-        whole.exact_from.index_select(0, chosen),
-    )
-    owners = torch.repeat_interleave(torch.arange(len(left), dtype=torch.int32), torch.tensor(numbers))
-    rest = ExtendStep(
-        batch,
-        slots=step.slots.index_select(0, tokens),
-        positions=step.positions.index_select(0, tokens),
-        requests=owners.to(device),
-        starts=torch.tensor([0, *accumulate(numbers)], dtype=torch.int32, device=device),
-        oldest=step.oldest.index_select(0, tokens),
-    )
-    return Begins(taken, rest, tokens)
 
 
 class Board:

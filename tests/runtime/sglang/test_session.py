@@ -38,11 +38,9 @@ def tables_of(model, k=INT2, v=INT2):
     }
 
 
-def attention_of(stage, model, max_batch=4):
-    heads = model.config.num_attention_heads
-    return Attention(
-        stage.tables, stage.caches, stage.req_to_token, stage.exact_from, q_heads=heads, max_batch=max_batch
-    )
+def attention_of(stage, model, max_batch=4, library=frozenset()):
+    heads = {"q_heads": model.config.num_attention_heads, "max_batch": max_batch}
+    return Attention(stage.tables, stage.caches, stage.req_to_token, stage.exact_from, **heads, library=library)
 
 
 def draw(count, seed):
@@ -104,17 +102,19 @@ def test_prompts_that_begin_are_attended_by_a_library_and_stored_as_ever(monkeyp
     model = tiny_model(family, num_hidden_layers=1, num_key_value_heads=1, **extra)
     calls = []
 
-    def answers(least):
-        def spy(q, k, v, spans, scaling, out):
-            calls.append(spans)
-            attend_causal(q, k, v, spans, scaling, out)
+    def spy(q, k, v, spans, scaling, out):
+        calls.append(spans)
+        attend_causal(q, k, v, spans, scaling, out)
 
-        monkeypatch.setattr(attend, "usable", lambda *_: True)
-        monkeypatch.setattr(attend, "attend_causal", spy)
-        monkeypatch.setattr(attend, "LEAST", least)
-        monkeypatch.setattr(causal, "STEP", 32)
+    monkeypatch.setattr(attend, "attend_causal", spy)
+    monkeypatch.setattr(attend, "LEAST", 16)
+    monkeypatch.setattr(causal, "STEP", 32)
+
+    def answers(library):
         stage = Stage(tables_of(model, *PAIRS[pair]), WINDOWS)
-        with served(model, attention_of(stage, model)) as answer:
+        attention = attention_of(stage, model, library=library)
+        assert [name.endswith("long prompts by cuDNN") for name in attention.kernels.values()] == [bool(library)]
+        with served(model, attention) as answer:
             a, b, c, d = (stage.admit(draw(93, seed)) for seed in (1, 2, 3, 4))
             found = [answer(stage.extend([(a, 70), (b, 32)], padding=3))[:102]]
             # The first has a history, the second is short, the third begins.
@@ -123,7 +123,7 @@ def test_prompts_that_begin_are_attended_by_a_library_and_stored_as_ever(monkeyp
         pages = [cache.pages for cache in stage.caches.values()]
         return found, pages
 
-    (ours, plain), (theirs, pages) = answers(10_000), answers(16)
+    (ours, plain), (theirs, pages) = answers(frozenset()), answers(frozenset({0}))
     # Learned sinks weigh in: no library.
     assert calls == ([] if family == "gpt_oss" else [((0, 70), (70, 102)), ((28, 68),)])
     for one, two in zip(ours, theirs, strict=True):
