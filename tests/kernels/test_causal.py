@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,19 +41,28 @@ def test_prompts_of_any_length_see_themselves_only(monkeypatch, lengths):
 
 
 def test_without_a_gpu_there_is_no_library():
-    assert not prepare((4, 2), (32, 32), torch.float32, torch.device("cpu"), 0.3, 8192)
+    assert not prepare((4, 2), (32, 32), torch.float32, torch.device("cpu"), 8192)
+
+
+@pytest.mark.parametrize(("dims", "longest"), [((128, 64), 8192), ((192, 192), 8192), ((128, 128), causal.LEAST - 1)])
+def test_what_the_library_is_not_for_reaches_no_device(dims, longest):
+    assert not prepare((4, 2), dims, torch.bfloat16, SimpleNamespace(type="none like this"), longest)
 
 
 @pytest.mark.gpu
-def test_cudnn_is_as_right_as_the_kernels_and_plans_in_advance():
+def test_cudnn_is_right_and_takes_no_notice_of_what_is_beside():
     device = torch.device("cuda")
     if torch.cuda.get_device_capability()[0] != causal.HOPPER:
         pytest.skip("cuDNN is asked on Hopper")
     for d, heads in ((64, (14, 2)), (128, (32, 8)), (128, (8, 8))):
-        own = (heads, (d, d), torch.bfloat16, device, 0.3)
-        assert prepare(*own, 4096) and not prepare(*own, causal.LEAST - 1)
+        assert prepare(heads, (d, d), torch.bfloat16, device, 4096)
         assert error([2048, 2500, 4096], torch.bfloat16, device, heads, d) < 4e-3
+        q, k, v = torch.randn(8192, sum(heads) + heads[1], d, device=device).bfloat16().split([*heads, heads[1]], 1)
+        alone, beside = torch.empty_like(q), torch.empty_like(q)
+        attend_causal(q, k, v, [(0, 3000)], 0.3, alone)
+        attend_causal(q, k, v, [(0, 3000), (3000, 5100), (5100, 8192)], 0.3, beside)
+        assert torch.equal(alone[:3000], beside[:3000])
     # Not its dtype: refused without a word, whatever warnings are.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not prepare((8, 8), (128, 128), torch.float32, device, 0.3, 4096)
+        assert not prepare((8, 8), (128, 128), torch.float32, device, 4096)

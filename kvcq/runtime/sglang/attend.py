@@ -2,8 +2,8 @@
 
 ::
 
-    extend    map queries - write codes, keep frame rows aside - attend - store the windows' rows
-              (to prompts that begin a library attends)
+    extend    write codes, keep frame rows aside - map queries, attend - store the windows' rows
+              where a prompt begins, a library may attend instead, to queries that are not mapped
     decode    map queries - write codes and the windows' rows - attend
 
 In an extend the windows are stored last: its queries still read what the rings held before it.
@@ -247,7 +247,8 @@ class Attention:
         else:
             attend_causal(q.to(served), k.to(served), v.to(served), begins.spans, rule.scaling, out)
             if begins.rest is not None:
-                some, some_k, some_v, answer = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows, out))
+                some, some_k, some_v = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows))
+                answer = out.new_empty((some.shape[0], *out.shape[1:]))
                 self._attend(tables, cache, begins.rest, some, (some_k, some_v), rule, answer)
                 out.index_copy_(0, begins.tokens, answer)
         if save:

@@ -74,7 +74,7 @@ def make_backend_class() -> type[Any]:
             trace: Where boundaries of requests are noted, or None.
         """
 
-        # Lengths are read on the device only.
+        # Lengths of requests are read on the device only; SGLang has those of a prefill on the host anyway.
         needs_cpu_seq_lens = False
 
         def __init__(self, runner: Any, attention: Attention, trace: Trace | None = None) -> None:

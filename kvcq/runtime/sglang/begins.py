@@ -57,7 +57,7 @@ def prepare_layers(
         and layer.softcap is None
         and layer.window is None
         and not layer.sinks
-        and ready((q_heads, own.heads), (own.k.d, own.v.d), own.k.map.dtype, device, layer.scaling, longest)
+        and ready((q_heads, own.heads), (own.k.d, own.v.d), own.k.map.dtype, device, longest)
     )
 
 
@@ -80,11 +80,9 @@ def find_begins(step: ExtendStep, firsts: Sequence[int], counts: Sequence[int], 
     device = step.slots.device
     if not left:
         return Begins(taken, None, torch.zeros(0, dtype=torch.int64, device=device))
-    numbers = torch.tensor([counts[index] for index in left])
-    chosen, tokens = (
-        _sent(torch.tensor(left), device),
-        _sent(torch.cat([torch.arange(*spans[n]) for n in left]), device),
-    )
+    kept = [counts[index] for index in left]
+    chosen = _sent(torch.tensor(left), device)
+    tokens = _sent(torch.cat([torch.arange(*spans[index]) for index in left]), device)
     whole = step.batch
     batch = Requests(
         whole.page_table.index_select(0, chosen),
@@ -96,8 +94,8 @@ def find_begins(step: ExtendStep, firsts: Sequence[int], counts: Sequence[int], 
         batch,
         slots=step.slots.index_select(0, tokens),
         positions=step.positions.index_select(0, tokens),
-        requests=_sent(torch.repeat_interleave(torch.arange(len(left), dtype=torch.int32), numbers), device),
-        starts=_sent(torch.tensor([0, *accumulate(numbers.tolist())], dtype=torch.int32), device),
+        requests=_sent(torch.arange(len(left), dtype=torch.int32).repeat_interleave(torch.tensor(kept)), device),
+        starts=_sent(torch.tensor([0, *accumulate(kept)], dtype=torch.int32), device),
         oldest=step.oldest.index_select(0, tokens),
     )
     return Begins(taken, rest, tokens)

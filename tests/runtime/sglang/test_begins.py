@@ -71,11 +71,11 @@ def test_lengths_that_the_forward_does_not_hold_are_left_to_the_kernel():
 def test_layers_that_do_more_than_scale_have_no_library(monkeypatch, change):
     asked = []
     monkeypatch.setattr(begins, "prepare", lambda *own: asked.append(own) or True)
-    part = SimpleNamespace(d=32, map=torch.zeros(1, dtype=torch.bfloat16))
-    tables = {number: SimpleNamespace(heads=4, k=part, v=part) for number in (0, 1)}
+    k, v = (SimpleNamespace(d=d, map=torch.zeros(1, dtype=torch.bfloat16)) for d in (32, 16))
+    tables = {number: SimpleNamespace(heads=4, k=k, v=v) for number in (0, 1)}
     device = torch.device("cpu")
-    layers = geometry(layers=3, scaling=0.5).layers
+    layers = geometry(layers=3).layers
     assert prepare_layers(layers, tables, 8, device, 8192) == {0, 1}
     # Alike layers are prepared once.
-    assert asked == [((8, 4), (32, 32), torch.bfloat16, device, 0.5, 8192)]
+    assert asked == [((8, 4), (32, 16), torch.bfloat16, device, 8192)]
     assert prepare_layers(geometry(layers=2, **change).layers, tables, 8, device, 8192) == frozenset()
