@@ -52,7 +52,8 @@ RUNS = {
     "full": ServeBenchRequest(
         synthetic="qwen3-8b",
         cells=("1x90k", "4x90k", "fullx90k", "fullx30k"),
-        splits=("1x8k", "8x8k", "32x8k", "128x8k"),
+        # BF16 has room for fewer than 90 requests at 8k, so a step of 128 has none of its own beside it.
+        splits=("1x8k", "8x8k", "32x8k", "80x8k", "128x8k"),
         prompts=("1x8k", "4x8k", "1x32k"),
         hits=("16x8k",),
         filled=True,

@@ -151,7 +151,7 @@ def test_a_trace_is_split_into_whole_steps(launches):
 def test_time_in_which_kernels_overlap_counts_once():
     events = [event for event in make_events(5) if event.get("cat") == "kernel"]
     for event in events:
-        if event["name"] == "_join":
+        if event["name"] == "join_kernel":
             # It is launched when the kernel before it begins, and waits for its end.
             event["ts"], event["dur"] = event["ts"] - 21.0, event["dur"] + 21.0
     found = split(events, 5)

@@ -9,7 +9,7 @@ LAYER = (
     ("_map", 3.0),
     ("write_uniform", 4.0),
     ("decode", 20.0),
-    ("_join", 5.0),
+    ("join_kernel", 5.0),
     ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(...)", 25.0),
 )
 STEP = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from kvcq.kernels import attention, decode, decode_kernel, merge
+from kvcq.kernels import attention, decode, decode_kernel, merge, merge_kernel
 from kvcq.kernels.attention import Decoder
 from kvcq.kernels.cuda import decode as cuda_decode
 from kvcq.kernels.cuda import launch
@@ -72,10 +72,15 @@ def test_a_launch_overlaps_where_the_library_can(kind: type[Old], monkeypatch: p
 # What kernels may touch before they wait: numbers of the launch and constants of the layer. Who lets the next one come
 # before it waits itself, and who after: the merge reads constants above its wait, which is right behind a kernel that
 # has waited for all that ran before.
-ABOVE = {"_join": {"dual", "total"}, "_mix": {"q_heads"}, "_rotate": {"dual", "total"}, "decode_kernel": set()}
+ABOVE = {
+    "join_kernel": {"dual", "total"},
+    "mix_kernel": {"q_heads"},
+    "rotate_kernel": {"dual", "total"},
+    "decode_kernel": set(),
+}
 WAITS_FIRST = {"decode_kernel"}
 HARMLESS = {"start_next", "tl.program_id", "tl.num_programs", "tl.arange", "_columns"}
-SOURCES = {module.__name__.rsplit(".", 1)[1]: inspect.getsource(module) for module in (merge, decode_kernel)}
+SOURCES = {module.__name__.rsplit(".", 1)[1]: inspect.getsource(module) for module in (merge_kernel, decode_kernel)}
 DECODE_CU = (Path(inspect.getfile(launch)).parent / "decode.cu").read_text("utf-8")
 
 
@@ -134,7 +139,7 @@ def problems_in_cuda(source: str) -> list[str]:
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_wait_before_they_touch_what_launches_write(name: str) -> None:
     assert problems(SOURCES[name]) == []
-    assert SOURCES[name].count("    await_last(OVERLAP)") == (3 if name == "merge" else 1)
+    assert SOURCES[name].count("    await_last(OVERLAP)") == (3 if name == "merge_kernel" else 1)
     assert problems_in_cuda(DECODE_CU) == []
 
 
@@ -153,9 +158,9 @@ HOPPER = "#if __CUDA_ARCH__ >= 900\n  // What"
         ("decode_kernel", WAIT, "    place = pages + 1\n" + WAIT, "pages above the wait"),
         ("decode_kernel", WAIT, "    if unit > 0:\n    " + WAIT, "0 waits, 1 starts"),
         ("decode_kernel", START, "", "1 waits, 0 starts"),
-        ("merge", WAIT + REQUEST, REQUEST + "    x = tl.load(nu)\n" + WAIT, "nu above the wait"),
-        ("merge", WAIT + BEGIN, BEGIN + WAIT, "first above the wait"),
-        ("merge", START + ROW + WAIT, WAIT + ROW + START, "order of wait and start"),
+        ("merge_kernel", WAIT + REQUEST, REQUEST + "    x = tl.load(nu)\n" + WAIT, "nu above the wait"),
+        ("merge_kernel", WAIT + BEGIN, BEGIN + WAIT, "first above the wait"),
+        ("merge_kernel", START + ROW + WAIT, WAIT + ROW + START, "order of wait and start"),
     ],
 )  # fmt: skip
 def test_kernels_against_the_protocol_are_seen(name: str, old: str, new: str, said: str) -> None:

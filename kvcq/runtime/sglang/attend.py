@@ -2,7 +2,8 @@
 
 ::
 
-    extend    map queries - write codes, keep frame rows aside - attend - store the windows' rows
+    extend    write codes, keep frame rows aside - map queries, attend - store the windows' rows
+              where a prompt begins, a library may attend instead, to queries that are not mapped
     decode    map queries - write codes and the windows' rows - attend
 
 In an extend the windows are stored last: its queries still read what the rings held before it.
@@ -10,7 +11,7 @@ In an extend the windows are stored last: its queries still read what the rings 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from kvcq.kernels.arrays import LayerCache, Tables
 from kvcq.kernels.attention import Decoder
+from kvcq.kernels.causal import LEAST, attend_causal
 from kvcq.kernels.extend import extend
 from kvcq.kernels.plan import Partials
 from kvcq.kernels.query import map_queries
 from kvcq.kernels.windows import store_windows
 from kvcq.kernels.write import write, writers
+from kvcq.runtime.sglang.begins import Begins, find_begins
 from kvcq.runtime.sglang.session import Batch, Board, ExtendStep, Step, extend_step
 from kvcq.spec.plan import Windows
 
@@ -43,6 +46,11 @@ class Rule:
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether products are only scaled."""
+        return self.softcap is None and self.window is None and self.sinks is None
 
     def shifted(self, tables: Tables) -> bool:
         """Tell whether the part of products that centred keys lack is read."""
@@ -72,6 +80,7 @@ class Attention:
         exact_from: int32 ``[rows]``: before this position a request has no exact row, sinks apart.
         q_heads: Query heads of every layer.
         max_batch: Most requests of a decode step.
+        library: Layers whose prompts that begin a library attends to, see `prepare_layers`.
 
     Attributes:
         clamped: int64 ``[1]``, values that float16 could not hold so far.
@@ -89,6 +98,7 @@ class Attention:
         *,
         q_heads: int,
         max_batch: int,
+        library: frozenset[int] = frozenset(),
     ) -> None:
         self._tables, self._caches, self._q_heads = dict(tables), dict(caches), q_heads
         self._req_to_token, self._exact_from = req_to_token, exact_from
@@ -96,6 +106,8 @@ class Attention:
         self.clamped = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
         self._step: Step | None = None
         self._padded = True
+        self._begins: Begins | None = None
+        self._library = library
         self.reserve(max_batch)
 
     def reserve(self, max_batch: int) -> None:
@@ -127,12 +139,13 @@ class Attention:
 
     @property
     def kernels(self) -> dict[int, str]:
-        """What attends in large batches, by layer id, and what writes where that is something else."""
+        """What attends in large batches, by layer id, and what else attends or writes."""
         found = {}
         for number, layer in self._tables.items():
             backend = self._decoder(self._place(layer, self._max_batch, None), layer).choice.backend
             writer = writers(layer, layer.k.map.dtype, self._req_to_token.device)
-            found[number] = backend if writer == backend else f"{backend}, written by {writer}"
+            parts = [backend, *([] if writer == backend else [f"written by {writer}"])]
+            found[number] = ", ".join(parts + ["long prompts by cuDNN"] * (number in self._library))
         return found
 
     def begin_decode(self, batch: Batch) -> None:
@@ -140,15 +153,21 @@ class Attention:
         self._planned.clear()
         self._step = self._board.fill(batch)
 
-    def begin_extend(self, batch: Batch, tokens: int | None = None) -> None:
+    def begin_extend(
+        self, batch: Batch, tokens: int | None = None, lengths: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> None:
         """Prepare a prefill, or a chunk of it, of every request of a batch.
 
         Args:
             batch: The forward.
             tokens: Its tokens without padding, None if unknown.
+            lengths: Of each request the tokens before and the new ones, None if unknown on the host.
         """
-        self._step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
-        self._padded = tokens is None or tokens != self._step.tokens
+        step = extend_step(batch, self._req_to_token, self._exact_from, self.windows)
+        self._step, self._begins = step, None
+        self._padded = tokens is None or tokens != step.tokens
+        if lengths is not None and self._library:
+            self._begins = find_begins(step, *lengths, LEAST)
 
     def begin_nothing(self) -> None:
         """Forget the latest step: what follows attends to nothing."""
@@ -213,9 +232,6 @@ class Attention:
             raise ValueError(f"layer {number} extends by {q.shape[0]} tokens, prepared was {_told(step)}")
         step = step.narrow(q.shape[0])
         served = tables.k.map.dtype
-        mapped = torch.empty(q.shape, dtype=served, device=q.device)
-        offset = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if rule.shifted(tables) else None
-        map_queries(tables, q.to(served), mapped, offset)
         rows = (
             torch.empty(k.shape, dtype=served, device=q.device),
             torch.empty(v.shape, dtype=served, device=q.device),
@@ -223,9 +239,35 @@ class Attention:
         # Frame rows are wanted either way; a negative slot stores nothing.
         slots = step.slots if save else torch.full_like(step.slots, -1)
         self._write(tables, cache, k, v, step, slots, rows)
-        shape = (*q.shape[:2], tables.v.d)
         new = torch.zeros if self._padded else torch.empty
-        out = new(shape, dtype=served, device=q.device)
+        out = new((*q.shape[:2], tables.v.d), dtype=served, device=q.device)
+        begins = self._begins if rule.plain and number in self._library else None
+        if begins is None:
+            self._attend(tables, cache, step, q.to(served), rows, rule, out)
+        else:
+            attend_causal(q.to(served), k.to(served), v.to(served), begins.spans, rule.scaling, out)
+            if begins.rest is not None:
+                some, some_k, some_v = (x.index_select(0, begins.tokens) for x in (q.to(served), *rows))
+                answer = out.new_empty((some.shape[0], *out.shape[1:]))
+                self._attend(tables, cache, begins.rest, some, (some_k, some_v), rule, answer)
+                out.index_copy_(0, begins.tokens, answer)
+        if save:
+            store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
+        return out
+
+    def _attend(
+        self,
+        tables: Tables,
+        cache: LayerCache,
+        step: ExtendStep,
+        q: Tensor,
+        rows: tuple[Tensor, Tensor],
+        rule: Rule,
+        out: Tensor,
+    ) -> None:
+        mapped = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        offset = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if rule.shifted(tables) else None
+        map_queries(tables, q, mapped, offset)
         extend(
             tables,
             cache,
@@ -241,9 +283,6 @@ class Attention:
             window=rule.window,
             out=out,
         )
-        if save:
-            store_windows(cache, rows, step.positions, step.requests, step.batch, step.slots)
-        return out
 
     def _write(
         self,

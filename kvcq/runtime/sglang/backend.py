@@ -52,6 +52,15 @@ def rule_of(layer: Any, extras: Mapping[str, Any]) -> Rule:
     )
 
 
+def lengths_of(batch: Any) -> tuple[list[int], list[int]] | None:
+    """Return the tokens before and the new ones of each request of a prefill; None where the host does not know."""
+    firsts, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    if firsts is None or counts is None:
+        return None
+    # Lists, or tensors in what SGLang makes up.
+    return [int(first) for first in firsts], [int(count) for count in counts]
+
+
 def make_backend_class() -> type[Any]:
     """Return the class of the backend; imports SGLang."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -65,7 +74,7 @@ def make_backend_class() -> type[Any]:
             trace: Where boundaries of requests are noted, or None.
         """
 
-        # Lengths are read on the device only.
+        # Lengths of requests are read on the device only; SGLang has those of a prefill on the host anyway.
         needs_cpu_seq_lens = False
 
         def __init__(self, runner: Any, attention: Attention, trace: Trace | None = None) -> None:
@@ -89,7 +98,7 @@ def make_backend_class() -> type[Any]:
                 self.attention.begin_decode(forward_batch)
             elif mode.name == "EXTEND":
                 self.token_to_kv_pool.settle()
-                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens)
+                self.attention.begin_extend(forward_batch, forward_batch.extend_num_tokens, lengths_of(forward_batch))
                 if self.trace is not None and self.trace.active:
                     self._note(self.trace, forward_batch)
             else:

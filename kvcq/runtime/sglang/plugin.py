@@ -22,6 +22,7 @@ from kvcq.models.fingerprint import build_provenance
 from kvcq.runtime.sglang import admission, gate, metrics, versions
 from kvcq.runtime.sglang.attend import Attention
 from kvcq.runtime.sglang.backend import NAME, make_backend_class
+from kvcq.runtime.sglang.begins import prepare_layers
 from kvcq.runtime.sglang.configurator import PoolPlan, make_configurator, pool_plan
 from kvcq.runtime.sglang.facts import model_facts
 from kvcq.runtime.sglang.filled import TARGET, Filler
@@ -247,13 +248,16 @@ def make_backend(runner: Any) -> Any:
             device=table.device,
             only=held.caches,
         )
+        heads, chunk = runner.model_config.num_attention_heads // tp, runner.server_args.chunked_prefill_size
+        longest = min(chunk, table.shape[1]) if chunk and chunk > 0 else table.shape[1]
         attention = Attention(
             tables,
             held.caches,
             table,
             held.windows.exact_from,
-            q_heads=runner.model_config.num_attention_heads // tp,
+            q_heads=heads,
             max_batch=runner.req_to_token_pool.size,
+            library=prepare_layers(manifest.geometry.layers, tables, heads, table.device, longest),
         )
         # One rank's trace is that of all: they decide alike.
         trace = None if settings.trace is None or rank else Trace.open(settings.trace)

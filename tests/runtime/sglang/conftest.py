@@ -55,6 +55,7 @@ def start(world, monkeypatch, tmp_path):
             "page_size": 64,
             "tp_size": 1,
             "enable_metrics": False,
+            "chunked_prefill_size": 8192,
             # Models are served in bfloat16, whose products are wrong in the interpreter.
             "config": SimpleNamespace(**vars(host.config) | {"dtype": torch.bfloat16}),
         }

@@ -13,6 +13,7 @@ from kvcq.models.attention import attention_hook
 from kvcq.models.library import forward
 from kvcq.runtime.layout import RING_SLACK
 from kvcq.runtime.sglang.attend import Attention, Rule
+from kvcq.runtime.sglang.backend import lengths_of
 from kvcq.spec.plan import Windows
 
 PAGE = 64
@@ -120,7 +121,7 @@ def served(model, attention: Attention):
         if batch.mode == "decode":
             attention.begin_decode(batch)
         else:
-            attention.begin_extend(batch, batch.extend_num_tokens)
+            attention.begin_extend(batch, batch.extend_num_tokens, lengths_of(batch))
         return forward(model, batch.input_ids[None], positions=batch.positions)[0]
 
     with attention_hook(model, attend):

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from kvcq.errors import MismatchError, UnsupportedError
+from kvcq.kernels import causal
+from kvcq.runtime.sglang import attend
 from kvcq.runtime.sglang.attend import Attention
-from kvcq.runtime.sglang.backend import make_backend_class, rule_of
+from kvcq.runtime.sglang.backend import lengths_of, make_backend_class, rule_of
 from tests.runtime.hf.setup import WINDOWS, relative
 from tests.runtime.sglang import small
 from tests.runtime.sglang.loop import radix
@@ -36,7 +38,8 @@ def parts(monkeypatch, tables):
     """A stage, its backend and what its pool was asked for."""
     small.install(monkeypatch, "0.5.15.post1")
     stage, asked = Stage(tables, WINDOWS), []
-    attention = Attention(stage.tables, stage.caches, stage.req_to_token, stage.exact_from, q_heads=HEADS, max_batch=3)
+    sizes = {"q_heads": HEADS, "max_batch": 3, "library": frozenset({0})}
+    attention = Attention(stage.tables, stage.caches, stage.req_to_token, stage.exact_from, **sizes)
     runner = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(
             settle=lambda: asked.append("settle"), page_size=PAGE, store=SimpleNamespace(pending=False)
@@ -84,6 +87,33 @@ def test_what_a_layer_says_of_its_logits_is_kept():
     assert (rule.scaling, rule.softcap, rule.window) == (0.2, 30.0, 128) and rule.sinks is sinks
     plain = rule_of(layer(sliding_window_size=None, attn_type="decoder"), {"sinks": None})
     assert (plain.softcap, plain.window, plain.sinks) == (None, None, None)
+
+
+def test_lengths_are_read_where_the_host_knows_them():
+    batch = SimpleNamespace(extend_prefix_lens_cpu=torch.tensor([0, 64]), extend_seq_lens_cpu=[3, torch.tensor(4)])
+    assert lengths_of(batch) == ([0, 64], [3, 4])
+    batch.extend_prefix_lens_cpu = None
+    assert lengths_of(batch) is None
+
+
+def test_a_library_gets_the_prompts_that_begin_in_a_forward_and_only_those(parts, monkeypatch):
+    spans = []
+    monkeypatch.setattr(attend, "LEAST", 16)
+    monkeypatch.setattr(causal, "STEP", 16)
+    monkeypatch.setattr(attend, "attend_causal", lambda *own: spans.append(own[3]) or causal.attend_causal(*own))
+    stage, backend = parts.stage, parts.backend
+    first, second = (stage.admit(torch.arange(50)) for _ in range(2))
+
+    def forward(batch):
+        backend.init_forward_metadata(mode_of(batch))
+        return backend.forward(*rows(len(batch.out_cache_loc)), layer(), batch)
+
+    forward(stage.extend([(first, 20), (second, 5)]))
+    assert spans == [((0, 20),)]
+    # The host does not know the lengths of the next: those of the one before are not read.
+    batch = stage.extend([(first, 20), (second, 30)])
+    batch.extend_prefix_lens_cpu = None
+    assert forward(batch).abs().sum(1).all() and spans == [((0, 20),)]
 
 
 def test_a_prefill_whose_copies_were_not_made_does_not_attend(parts):

@@ -121,6 +121,23 @@ def test_what_writes_is_named_where_it_is_not_what_attends(start, monkeypatch):
     assert set(kernels.values()) == {"triton, written by cuda (keys) and triton (values)"}
 
 
+@pytest.mark.parametrize(("chunk", "longest"), [(100, 100), (8192, 256), (-1, 256), (None, 256)])
+def test_a_library_is_prepared_for_the_longest_prompt_and_what_it_does_is_told(start, monkeypatch, chunk, longest):
+    asked = []
+
+    def prepare(layers, tables, heads, device, most):
+        asked.append((len(layers), sorted(tables), heads, device.type, most))
+        return frozenset(tables)
+
+    monkeypatch.setattr(plugin, "prepare_layers", prepare)
+    host = start(chunked_prefill_size=chunk)
+    build(host)
+    layers = host.config.layers
+    assert asked == [(layers, list(range(layers)), host.config.num_attention_heads, "cpu", longest)]
+    kernels = host.Scheduler().get_internal_state(None).internal_state["kvcq"]["kernels"]
+    assert set(kernels.values()) == {"triton, long prompts by cuDNN"}
+
+
 def test_other_weight_files_are_told_on_stderr_and_served(start, world, capsys, tmp_path):
     start(model_path=str(world[0])).args.check_server_args()
     assert "other weights" not in capsys.readouterr().err

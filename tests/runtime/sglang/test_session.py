@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcq.kernels import causal
 from kvcq.kernels.arrays import Tables
+from kvcq.kernels.causal import attend_causal
 from kvcq.models.geometry import plan_geometry
 from kvcq.runtime.hf.semantics import Served
+from kvcq.runtime.sglang import attend
 from kvcq.runtime.sglang.attend import Attention, Rule, size_for
 from kvcq.runtime.sglang.layers import shard
 from kvcq.runtime.sglang.ranks import head_range
@@ -35,11 +38,9 @@ def tables_of(model, k=INT2, v=INT2):
     }
 
 
-def attention_of(stage, model, max_batch=4):
-    heads = model.config.num_attention_heads
-    return Attention(
-        stage.tables, stage.caches, stage.req_to_token, stage.exact_from, q_heads=heads, max_batch=max_batch
-    )
+def attention_of(stage, model, max_batch=4, library=frozenset()):
+    heads = {"q_heads": model.config.num_attention_heads, "max_batch": max_batch}
+    return Attention(stage.tables, stage.caches, stage.req_to_token, stage.exact_from, **heads, library=library)
 
 
 def draw(count, seed):
@@ -93,6 +94,41 @@ def test_chunks_prefix_hits_and_decode_equal_the_replay_of_their_boundaries(fami
     )
     for row, logits in enumerate(wanted):
         assert relative(torch.cat(found[row]), logits) < 2e-3
+
+
+@pytest.mark.parametrize(("family", "pair"), [("llama", "int2"), ("qwen2", "vq"), ("gpt_oss", "int2")])
+def test_prompts_that_begin_are_attended_by_a_library_and_stored_as_ever(monkeypatch, family, pair):
+    extra = {"layer_types": ["full_attention"] * 2} if family == "gpt_oss" else {}
+    model = tiny_model(family, num_hidden_layers=2, num_key_value_heads=1, **extra)
+    calls = []
+
+    def spy(q, k, v, spans, scaling, out):
+        calls.append(spans)
+        attend_causal(q, k, v, spans, scaling, out)
+
+    monkeypatch.setattr(attend, "attend_causal", spy)
+    monkeypatch.setattr(attend, "LEAST", 16)
+    monkeypatch.setattr(causal, "STEP", 32)
+
+    def answers(library):
+        stage = Stage(tables_of(model, *PAIRS[pair]), WINDOWS)
+        attention = attention_of(stage, model, library=library)
+        assert [name.endswith("long prompts by cuDNN") for name in attention.kernels.values()] == [False, bool(library)]
+        with served(model, attention) as answer:
+            a, b, c, d = (stage.admit(draw(93, seed)) for seed in (1, 2, 3, 4))
+            found = [answer(stage.extend([(a, 70), (b, 32)], padding=3))[:102]]
+            # The first has a history, the second is short, the third begins.
+            found += [answer(stage.extend([(a, 20), (c, 8), (d, 40)], padding=2))[:68], answer(stage.extend([(b, 9)]))]
+            found += [answer(stage.decode([a, b, c, d])), answer(stage.decode([a, b, c, d]))]
+        pages = [cache.pages for cache in stage.caches.values()]
+        return found, pages
+
+    (ours, plain), (theirs, pages) = answers(frozenset()), answers(frozenset({1}))
+    # Learned sinks weigh in: no library.
+    assert calls == ([] if family == "gpt_oss" else [((0, 70), (70, 102)), ((28, 68),)])
+    for one, two in zip(ours, theirs, strict=True):
+        assert relative(two, one) < 1e-5
+    assert all(torch.equal(one, two) for one, two in zip(plain, pages, strict=True))
 
 
 def test_neighbours_padding_and_cuts_for_larger_batches_change_nothing():

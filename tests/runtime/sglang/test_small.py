@@ -19,6 +19,11 @@ def test_every_release_tells_the_ranks_of_attention(sources):
             assert sources.parameters(f"sglang.srt.layers.dp_attention.{name}") == []
 
 
+def test_what_is_read_of_the_arguments_of_a_scheduler_is_in_every_release(sources):
+    read = {"chunked_prefill_size", "enable_metrics", "max_running_requests"}
+    assert read <= set(sources.fields("sglang.srt.server_args.ServerArgs"))
+
+
 def test_the_small_sglang_has_the_parameters_of_the_real_one(sources, monkeypatch):
     small.install(monkeypatch, sources.version)
     for target in small.SIGNATURES:
