@@ -219,7 +219,8 @@ def test_no_template_leaves_the_sandbox(template, own):
 
 @pytest.mark.parametrize(("template", "said"), GREEDY.values(), ids=GREEDY.keys())
 def test_no_template_takes_time_or_memory_without_limit(template, said, monkeypatch):
-    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.5)
+    # On a busy machine another limit than that of time is reached late.
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.5 if "0.5 s" in said else 60.0)
     monkeypatch.setattr(rendering, "RENDER_BYTES", 1 << 28)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     assert said in refused(template, own=True)
