@@ -100,7 +100,7 @@ def load_gates(path: Path) -> tuple[Gate, ...]:
     try:
         document = read_yaml(path)
     except OSError as error:
-        raise InputError(f"cannot read gates: {error.strerror}", where=path) from None
+        raise InputError(f"cannot read gates: {error.strerror}", where=path, fix="name a file for --gates") from None
     except ValueError as error:
         raise InputError(f"gates are not YAML: {error}", where=path) from None
     entries = document.get("gates") if isinstance(document, dict) else None

@@ -60,8 +60,9 @@ def check_model(fitted: Fitted, loaded: LoadedModel | Outline, *, strict: bool) 
     ours, theirs = fitted.identity.plain(), loaded.identity.plain()
     differing = [field for field in ours if ours[field] != theirs[field] and (field, theirs[field]) != UNKNOWN]
     if differing:
+        verb = "differ" if len(differing) > 1 else "differs"
         raise MismatchError(
-            f"the artifact was fitted for another model: {', '.join(differing)} differ",
+            f"the artifact was fitted for another model: {', '.join(differing)} {verb}",
             where=fitted.name,
             fix=f"load {fitted.provenance.source}, or collect and fit for {loaded.provenance.source}",
         )

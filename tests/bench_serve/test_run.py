@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcq.errors import EvaluationError, InputError, ResourceError
+from kvcq.errors import EvaluationError, InputError, ResourceError, UnavailableError
 from kvcq.pipeline.bench_serve import measure
 from kvcq.pipeline.bench_serve import run as home
 from kvcq.pipeline.bench_serve.arms import Arm, Running, arguments, plain_command
@@ -25,6 +25,7 @@ from kvcq.pipeline.progress import SILENT
 from kvcq.pipeline.serve_sglang import serve_sglang
 from kvcq.pipeline.sglang.arguments import BENCH, read_given
 from kvcq.pipeline.sglang.request import SglangRequest
+from kvcq.runtime.sglang import versions
 from kvcq.runtime.sglang.filled import KEY, PARAM
 from tests.bench_serve.traces import CLASSES, LENGTH
 from tests.serve_sglang.conftest import MACHINE, argv_of
@@ -362,6 +363,20 @@ def test_an_output_is_replaced_only_if_asked(tmp_path):
         bench_serve(request)
     plan = bench_serve(replace(request, force=True)).payload()["plan"]
     assert "2 servers in turn" in plan[0] and "decode: 1x8k" in plan
+
+
+def test_a_dry_run_opens_bundles_and_nobody_is_sent_to_another_engine(tmp_path, monkeypatch):
+    request = ServeBenchRequest(model="m", cells=("1x8k",), dry_run=True, bundles=(tmp_path / "none.kvcq",))
+    with pytest.raises(InputError, match=r"none\.kvcq"):
+        bench_serve(request)
+    bare = replace(MACHINE, gpus=())
+    with pytest.raises(UnavailableError, match=r"none found \(kvcq bench serve\): run it on a machine") as told:
+        bench_serve(replace(request, dry_run=False), machine=bare)
+    assert told.value.exit_code == 7
+    monkeypatch.setattr(versions, "installed", lambda: None)
+    with pytest.raises(UnavailableError, match="CUDA GPU") as told:
+        bench_serve(replace(request, dry_run=False))
+    assert "--engine" not in str(told.value) and "kvcq[sglang]" in str(told.value)
 
 
 def test_nobody_listening_is_a_failure_of_requests():

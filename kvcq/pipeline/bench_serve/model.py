@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,22 @@ def make_subject(request: ServeBenchRequest, folder: Path, reporter: Reporter) -
         return _synthetic(request, folder, reporter)
     if request.model is None:
         raise InputError("no model", where="--model", fix="name one, or use --synthetic qwen3-8b")
+    bundles = open_bundles(request.bundles, reporter)
+    source, location = find_model(request.model, reporter)
+    config = _config(source, location)
+    overrides = read_given(request.arguments).overrides
+    return Subject(request.model, location, source.label, bundles, config={**config, **overrides} if config else {})
+
+
+def open_bundles(paths: Sequence[Path], reporter: Reporter) -> dict[str, tuple[Path, Bundle]]:
+    """Open and verify bundles; return them by the names of their arms.
+
+    Raises:
+        InputError: not a bundle; two of one name.
+        CorruptArtifactError: a damaged one.
+    """
     bundles: dict[str, tuple[Path, Bundle]] = {}
-    for path in request.bundles:
+    for path in paths:
         reporter.stage(f"verifying {path.name}")
         found = read_any(path)
         if not isinstance(found, Bundle):
@@ -94,10 +108,7 @@ def make_subject(request: ServeBenchRequest, folder: Path, reporter: Reporter) -
         if name in bundles:
             raise InputError(f"two bundles are called {name}", where="--bundle", fix="rename one")
         bundles[name] = path, found
-    source, location = find_model(request.model, reporter)
-    config = _config(source, location)
-    overrides = read_given(request.arguments).overrides
-    return Subject(request.model, location, source.label, bundles, config={**config, **overrides} if config else {})
+    return bundles
 
 
 def check_model(name: str) -> None:

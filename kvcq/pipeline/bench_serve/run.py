@@ -10,14 +10,14 @@ from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 
-from kvcq.errors import InputError, Interrupted, KvcqError
+from kvcq.errors import InputError, Interrupted, KvcqError, UnavailableError
 from kvcq.models.weightless import shape_config
 from kvcq.pipeline.bench.record import check_out, save_record, try_place
 from kvcq.pipeline.bench_serve.arms import Running, arguments, arms_of, run_arm
 from kvcq.pipeline.bench_serve.cells import parse_cells
 from kvcq.pipeline.bench_serve.charts import DRAWN, chart_path, check_charts, write_charts
 from kvcq.pipeline.bench_serve.measure import Plan, measure_arm
-from kvcq.pipeline.bench_serve.model import Subject, check_model, make_subject
+from kvcq.pipeline.bench_serve.model import Subject, check_model, make_subject, open_bundles
 from kvcq.pipeline.bench_serve.request import ServeBenchRequest
 from kvcq.pipeline.bench_serve.result import BF16, ArmRecord, ServeBenchResult
 from kvcq.pipeline.bench_serve.roofline import make_bound
@@ -27,6 +27,7 @@ from kvcq.pipeline.sglang.arguments import masked, read_given
 from kvcq.pipeline.sglang.machine import Machine, check_gpus, this_machine
 from kvcq.pipeline.versions import installed
 from kvcq.reports.text import plural
+from kvcq.runtime.sglang.versions import INSTEAD
 
 VERSIONS = ("kvcq", "torch", "triton", "flashinfer-python")
 COMMAND, DTYPES = "bench serve", ("auto", "bfloat16")
@@ -61,10 +62,12 @@ def bench_serve(
     plan = read_plan(request)
     _check(request)
     if request.dry_run:
+        open_bundles(request.bundles, reporter)
         return ServeBenchResult(plan=_dry(request, plan))
-    machine = machine or this_machine()
     ranks = read_given(request.arguments).number("tp_size", 1)
-    check_gpus(machine, ranks)
+    with _without_another_engine():
+        machine = machine or this_machine()
+        check_gpus(machine, ranks)
     _try_places(request)
     with tempfile.TemporaryDirectory(prefix="kvcq-bench-") as folder:
         subject = make_subject(request, Path(folder), reporter)
@@ -111,6 +114,18 @@ def bench_serve(
         with _lenient(result, "--charts", reporter):
             write_charts(result, request.charts)
     return result
+
+
+@contextmanager
+def _without_another_engine() -> Iterator[None]:
+    """Say what is missing to serve with SGLang, but not what serving could do instead."""
+    try:
+        yield
+    except UnavailableError as error:
+        fix = "run it on a machine that has them"
+        if error.fix is not None and INSTEAD in error.fix:
+            fix = error.fix.removesuffix(f", {INSTEAD}")
+        raise UnavailableError(error.what, where=f"kvcq {COMMAND}", fix=fix) from None
 
 
 @contextmanager
@@ -223,7 +238,10 @@ def _dry(request: ServeBenchRequest, plan: Plan) -> list[str]:
     model = request.model if request.synthetic is None else f"synthetic {request.synthetic}"
     bundles = [path.stem for path in request.bundles] if request.synthetic is None else list(request.kinds)
     arms = [*(f"bf16-{backend}" for backend in request.bf16), *bundles]
-    lines = [f"{model}: {plural(len(arms), 'server')} in turn, {', '.join(arms)}", f"{plan.count} figures of each"]
+    lines = [
+        f"{model}: {plural(len(arms), 'server')} in turn, {', '.join(arms)}",
+        f"{plural(plan.count, 'figure')} of each",
+    ]
     for name, cells in (
         ("decode", plan.cells),
         ("prefill", plan.prompts),

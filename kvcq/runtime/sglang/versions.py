@@ -67,7 +67,7 @@ def require() -> str:
         raise UnavailableError(
             "SGLang is not installed",
             where="--engine sglang",
-            fix=f"pip install 'kvcq[sglang]' (sglang{WINDOW}), {INSTEAD}",
+            fix=f"pip install 'kvcq[sglang]' (sglang{WINDOW}) on a machine with a CUDA GPU, {INSTEAD}",
         )
     adapter(version)
     return version
