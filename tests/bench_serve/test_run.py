@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcq.errors import EvaluationError, InputError, ResourceError, UnavailableError
+from kvcq.errors import EvaluationError, InputError, MismatchError, ResourceError, UnavailableError
 from kvcq.pipeline.bench_serve import measure
 from kvcq.pipeline.bench_serve import run as home
 from kvcq.pipeline.bench_serve.arms import Arm, Running, arguments, plain_command
@@ -373,6 +373,9 @@ def test_a_dry_run_opens_bundles_and_nobody_is_sent_to_another_engine(tmp_path, 
     with pytest.raises(UnavailableError, match=r"none found \(kvcq bench serve\): run it on a machine") as told:
         bench_serve(replace(request, dry_run=False), machine=bare)
     assert told.value.exit_code == 7
+    old = replace(MACHINE, gpus=tuple(replace(gpu, capability=(7, 0)) for gpu in MACHINE.gpus))
+    with pytest.raises(MismatchError, match=r"capability 7\.0, .*: run it on a machine with such GPUs"):
+        bench_serve(replace(request, dry_run=False), machine=old)
     monkeypatch.setattr(versions, "installed", lambda: None)
     with pytest.raises(UnavailableError, match="CUDA GPU") as told:
         bench_serve(replace(request, dry_run=False))

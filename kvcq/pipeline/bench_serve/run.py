@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 
-from kvcq.errors import InputError, Interrupted, KvcqError, UnavailableError
+from kvcq.errors import InputError, Interrupted, KvcqError, MismatchError, UnavailableError
 from kvcq.models.weightless import shape_config
 from kvcq.pipeline.bench.record import check_out, save_record, try_place
 from kvcq.pipeline.bench_serve.arms import Running, arguments, arms_of, run_arm
@@ -121,11 +121,10 @@ def _without_another_engine() -> Iterator[None]:
     """Say what is missing to serve with SGLang, but not what serving could do instead."""
     try:
         yield
-    except UnavailableError as error:
-        fix = "run it on a machine that has them"
-        if error.fix is not None and INSTEAD in error.fix:
-            fix = error.fix.removesuffix(f", {INSTEAD}")
-        raise UnavailableError(error.what, where=f"kvcq {COMMAND}", fix=fix) from None
+    except (UnavailableError, MismatchError) as error:
+        fix, other, _ = (error.fix or "").partition(f", {INSTEAD}")
+        fix = fix if other else "run it on a machine with such GPUs"
+        raise type(error)(error.what, where=f"kvcq {COMMAND}", fix=fix) from None
 
 
 @contextmanager
